@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 
 import numpy as np
 import pytest
@@ -104,24 +105,33 @@ def test_the_pool_agrees_with_a_plain_one(data: st.DataObject) -> None:
     size = 7
     pool, refs, kept = BlockPool(size, 4), [0] * size, [False] * size
     for _ in range(30):
-        call = data.draw(st.sampled_from(["allocate", "share", "release", "keep", "forget"]))
+        calls = ["allocate", "share", "release", "release_each", "keep", "keep_unshared", "forget"]
+        call = data.draw(st.sampled_from(calls))
         fits = {
             "allocate": [b for b in range(size) if not refs[b] and not kept[b]],
             "share": [b for b in range(size) if refs[b] or kept[b]],
             "release": [b for b in range(size) if refs[b]],
+            "release_each": [b for b in range(size) if refs[b]],
             "keep": [b for b in range(size) if refs[b] and not kept[b]],
+            "keep_unshared": [b for b in range(size) if refs[b] and not kept[b]],
             "forget": [b for b in range(size) if kept[b]],
         }[call]
         chosen = data.draw(st.lists(st.sampled_from(fits), unique=True)) if fits else []
         if call == "allocate":
             chosen = pool.allocate(len(chosen)).tolist()
             assert set(chosen) <= set(fits)
+        elif call == "release_each":
+            cut = data.draw(st.integers(0, len(chosen)))
+            answer = np.concatenate(pool.release_each([ids(*chosen[:cut]), ids(*chosen[cut:])]))
         else:
             answer = getattr(pool, call)(ids(*chosen))
+        if call == "keep_unshared":
+            chosen = list(takewhile(lambda block: refs[block] == 1, chosen))
+            assert answer.tolist() == chosen
         for block in chosen:
-            refs[block] += {"allocate": 1, "share": 1, "release": -1}.get(call, 0)
-            kept[block] = {"keep": True, "forget": False}.get(call, kept[block])
-        if call == "release":
+            refs[block] += {"allocate": 1, "share": 1, "release": -1, "release_each": -1}.get(call, 0)
+            kept[block] = {"keep": True, "keep_unshared": True, "forget": False}.get(call, kept[block])
+        if call in ("release", "release_each"):
             assert answer.tolist() == [b for b in chosen if not refs[b] and kept[b]]
         assert pool.refs(np.arange(size, dtype=np.int32)).tolist() == refs
         cached = sum(k and not r for r, k in zip(refs, kept, strict=True))

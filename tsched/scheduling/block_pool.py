@@ -62,11 +62,6 @@ class BlockPool:
         """[n] int32, the references to each of `blocks` [n], which may name a block twice."""
         return self._refs.take(blocks)
 
-    def prefix_before_shared(self, blocks: BlockIds) -> BlockIds:
-        """The first of `blocks` [n], up to one that has several references."""
-        is_shared = self._refs.take(blocks) > 1
-        return blocks[: is_shared.argmax()] if np.count_nonzero(is_shared) else blocks
-
     def is_kept(self, blocks: BlockIds) -> NDArray[np.bool_]:
         """[n] bool, which of `blocks` [n] the prefix cache keeps, referenced or not."""
         return self._kept.take(blocks)
@@ -131,6 +126,19 @@ class BlockPool:
         if np.count_nonzero(self._kept[index]):
             raise RuntimeError(f"blocks {blocks.tolist()} cannot be kept: one is kept already")
         self._kept[index] = True
+
+    def keep_unshared(self, blocks: BlockIds) -> BlockIds:
+        """`keep` of the first of `blocks`, up to one that has several references. Returns those, a copy."""
+        refs = self._refs.take(blocks)
+        is_single = refs == 1
+        if np.count_nonzero(is_single) < blocks.size:
+            self._require(refs, blocks, "kept", "nobody refers to one")
+            blocks = blocks[: is_single.argmin()]
+        index = blocks.astype(np.intp)
+        if np.count_nonzero(self._kept[index]):
+            raise RuntimeError(f"blocks {blocks.tolist()} cannot be kept: one is kept already")
+        self._kept[index] = True
+        return blocks.copy()
 
     def forget(self, blocks: BlockIds) -> None:
         """The prefix cache keeps `blocks` no longer; those without a reference are free now."""

@@ -113,9 +113,8 @@ class RunCache(ABC, Generic[AnyRun]):
             blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
             start += known.size
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
-        new = pool.prefix_before_shared(blocks[start:end]).copy()
+        new = pool.keep_unshared(blocks[start:end])
         if new.size:
-            pool.keep(new)
             if parent is not None and start < parent.first + parent.blocks.size:
                 parent = self._split(parent, start - parent.first)
             self._append(sequence, start, new, parent)
