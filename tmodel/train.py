@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -101,6 +102,18 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Any:
         clean_up_tokenization_spaces=False,
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def as_loaded(tokenizer: Any, config: Any) -> Any:
+    """The tokenizer as transformers loads it from beside the config.json of `config`: one of a Qwen2 splits texts by
+    Qwen2's rule, whatever tokenizer.json says.
+    """
+    from transformers import AutoTokenizer
+
+    with TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> torch.Tensor:
@@ -242,10 +255,11 @@ def train_on(corpus: Corpus, recipe: Recipe, seed: int, state: Path | None = Non
         f"{_given_threads()} threads; after Ctrl-C the same command goes on"
     )
     tokenizer = train_tokenizer(corpus.training, recipe.vocab_size)
-    training, held_out = encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out)
     with torch.random.fork_rng(devices=[]), _given_cores():
         torch.manual_seed(seed)
         model = new_model(recipe, tokenizer.eos_token_id)
+        tokenizer = as_loaded(tokenizer, model.config)
+        training, held_out = encode(tokenizer, corpus.training), encode(tokenizer, corpus.held_out)
         train(model, training, recipe, seed, state)
     if state is not None:
         state.unlink(missing_ok=True)

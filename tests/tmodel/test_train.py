@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tmodel import Recipe, TrainingError, load_config, make_model, presets, train
+from tmodel import PRESETS, Recipe, TrainingError, load_config, make_model, presets, train
 from tmodel.corpus import CorpusError, standard_library_corpus
 from tmodel.presets import make_from_recipe, preset_path
-from tmodel.train import CHAT_TEMPLATE, bigram_loss, encode, train_tokenizer
+from tmodel.train import CHAT_TEMPLATE, as_loaded, bigram_loss, encode, new_model, train_tokenizer
 from tmodel.training_state import load_state, save_state
 
 SMALL = Recipe(
@@ -174,6 +174,26 @@ def test_texts_are_closed_by_the_end_token() -> None:
     assert row.dtype == torch.int64
     assert (row == tokenizer.eos_token_id).nonzero().flatten().tolist()[-1] == len(row) - 1
     assert tokenizer.decode(row) == "for x<|endoftext|>in y<|endoftext|>"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_reads_the_tokens_that_it_was_trained_on(preset: str, tmp_path: Path) -> None:
+    """transformers gives some architectures a tokenizer of its own making, whatever is saved beside them."""
+    from transformers import AutoTokenizer
+
+    texts = ["def scan(line_2024):\n\n\n    return don't  # 'ключ' ", "import  os\r\n\t\tx"] * 20
+    tokenizer = train_tokenizer(texts, 280)
+    model = new_model(PRESETS[preset], tokenizer.eos_token_id)
+    trained_on = as_loaded(tokenizer, model.config)
+    model.config.save_pretrained(tmp_path)
+    trained_on.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert torch.equal(encode(loaded, texts), encode(trained_on, texts))
+    assert (loaded.eos_token_id, loaded.chat_template) == (tokenizer.eos_token_id, tokenizer.chat_template)
+    for text in texts[:2]:
+        ids = loaded(text)["input_ids"]
+        assert ids == encode(loaded, [text]).tolist()[:-1]
+        assert loaded.decode(ids) == text
 
 
 def _make_in_cache(cache: str) -> tuple[Path, bool]:
