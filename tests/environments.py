@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import venv
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+INSTALLED = "installed.txt"
+"""The file in an environment that says what pip installed; without it the environment is made again."""
 
 
 def make_environment(folder: Path, requirements: Sequence[str]) -> Path | None:
@@ -13,7 +16,7 @@ def make_environment(folder: Path, requirements: Sequence[str]) -> Path | None:
     Returns:
         None where the requirements do not install here, which is printed with pip's last words.
     """
-    python, ready = folder / "bin" / "python", folder / "installed.txt"
+    python, ready = folder / "bin" / "python", folder / INSTALLED
     if ready.exists():
         return python
     venv.create(folder, with_pip=True, clear=True)
@@ -25,6 +28,8 @@ def make_environment(folder: Path, requirements: Sequence[str]) -> Path | None:
     return python
 
 
-def run_command(command: Sequence[object], **options: object) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: Sequence[object], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, and keeps what it printed."""
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=cwd, env=env)

@@ -60,6 +60,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tmodel.quantizers.beside_gptqmodel beside-gptqmodel": "needs a package index",
     "tk convert directory-with-pytorch-model-bin directory-with-safetensors": "needs a pickle; "
     "tests/experiments/test_convert_bin.py",
+    "tk serve tiny": "serves until a signal; tests/tsched/serving/test_serve_command.py",
     "tk serve tiny --port 8000": "serves until a signal; tests/tsched/serving/test_serve_command.py",
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
     "python -m tests.bench.range_cost": "minutes, and a figure",

@@ -69,7 +69,8 @@ async def serve(clocks: Clocks, streams: int, params: SamplingParams) -> None:
         async for _ in llm.add_request(str(number), [3 + number % 500, 5, 7], params):
             pass
 
-    gc.collect()  # what loading left: else it would be collected at some step
+    gc.collect()  # as a server's worker does when it has loaded
+    gc.freeze()
     async with llm:
         await asyncio.gather(*map(consume, range(streams)))
 

@@ -154,3 +154,9 @@ def test_params_cannot_be_changed() -> None:
         params.temperature = 0.5  # type: ignore[misc]
     assert dataclasses.replace(params, stop=["x"], temperature=0.5) == SamplingParams(stop="x", temperature=0.5)
     assert len({params, SamplingParams()}) == 1
+
+
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(SamplingParams)])
+def test_a_plain_request_asks_nothing_of_the_sampler(name: str) -> None:
+    params = SamplingParams(**{"temperature": 0.0, name: OTHERS.get(name)})
+    assert params.asks == 0 or not params.is_plain

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """One token at one place of the output.
+class Logprob(NamedTuple):
+    """One token at one place of the output. There are many: a tuple is made in half of a dataclass's time.
 
     Attributes:
         logprob: Its natural log-probability before any penalty or filter.

@@ -70,21 +70,24 @@ class TokenTexts:
         Returns:
             Token id -> log-probability, the chosen token first.
         """
-        labels = [self._labels[i] if i in self._labels else self._make_label(i) for i in token_ids]
+        known = self._labels
+        if not known.keys() >= set(token_ids):
+            for token_id in token_ids:
+                known[token_id] = self._make_label(token_id)
+        labels = [known[token_id] for token_id in token_ids]
         entries = [Logprob(logprob, rank, *label) for logprob, rank, label in zip(logprobs, ranks, labels, strict=True)]
         found = dict(zip(token_ids, entries, strict=True))
         found[token_ids[0]] = entries[0]  # it may be one of the most likely too, there with its rank among equals
         return found
 
     def _make_label(self, token_id: int) -> tuple[str | None, bytes | None]:
-        """Makes the text of one token alone, a special one's too, and its bytes, and keeps them."""
+        """Makes the text of one token alone, a special one's too, and its bytes."""
         if self.tokenizer is None:
             return None, None
         label, found = self.decode([token_id], skip_special_tokens=False), None
         if self._backend is not None:
             with attribute_to("the tokenizer's decode"):
                 found = find_token_bytes(self._backend, token_id)
-        self._labels[token_id] = label, found
         return label, found
 
     def _open_stream(self, skip_special_tokens: bool, token_ids: list[int]) -> Step:

@@ -214,8 +214,8 @@ class SequenceTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
-        self.plain[row] = params.is_plain
-        self.asks[row] = params.asks
+        self.plain[row] = is_plain = params.is_plain
+        self.asks[row] = 0 if is_plain else params.asks
         return row
 
     def num_committed(self, row: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import traceback
@@ -244,6 +245,9 @@ def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tupl
         ops = ops.with_variants_from(folder)
     served = ServedModel(model, **options, ops=ops, ranges=times)
     served.warm_up()
+    # What is here now stays: a full collection would go through all of it, every few dozen steps, while they wait.
+    gc.collect()
+    gc.freeze()
     return served, times
 
 

@@ -16,8 +16,7 @@ import json
 import re
 import subprocess
 import sys
-import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +24,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from tests.environments import INSTALLED, make_environment, run_command
 from tests.tmodel.formats.tools.decoded import CHECKPOINT, DECODED
 from tkernels.quantized import scaled_weight
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tmodel import find_model, load_config
 from tmodel.weights import Checkpoint
 
-INSTALLED = "installed.txt"
 PACKERS = Path(__file__).parent / "tools"
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel",),
-    "autoawq": ("autoawq==0.2.7", "transformers<4.48"),
+    "autoawq": ("autoawq==0.2.7", "transformers<4.48", "torch==2.13.*"),
     "auto_round": ("auto-round",),
     "llm_compressor": ("llmcompressor",),
     "squeezellm": (),
@@ -155,27 +154,17 @@ def find_differences(checkpoint: Path, decoded: Path) -> tuple[int, list[str]]:
     return compared, problems
 
 
-def make_environment(folder: Path, packer: str) -> Path | None:
+def find_environment(folder: Path, packer: str) -> Path | None:
     """The interpreter of a packer's environment, made where it is not there; None where it does not install here."""
     if not REQUIREMENTS[packer]:
         return Path(sys.executable)
-    python = folder / packer / "bin" / "python"
-    ready = folder / packer / INSTALLED
-    if ready.exists():
-        return python
-    venv.create(folder / packer, with_pip=True, clear=True)
-    done = _run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS[packer]])
-    if done.returncode:
-        print(f"{packer}: does not install here:\n{done.stderr.strip()[-2000:]}", file=sys.stderr)
-        return None
-    ready.write_text(_run([python, "-m", "pip", "freeze"]).stdout)
-    return python
+    return make_environment(folder / packer, REQUIREMENTS[packer])
 
 
 def name_version(folder: Path, packer: str, checkout: Path | None) -> str:
     """The tool with its version, as pip installed it or as its checkout says."""
     if not REQUIREMENTS[packer]:
-        return f"SqueezeLLM {_run(['git', '-C', checkout, 'rev-parse', '--short', 'HEAD']).stdout.strip()}"
+        return f"SqueezeLLM {run_command(['git', '-C', checkout, 'rev-parse', '--short', 'HEAD']).stdout.strip()}"
     tool = re.split("[=<>]", REQUIREMENTS[packer][0])[0]
     installed = (folder / packer / INSTALLED).read_text()
     return " ".join(re.findall(rf"^({tool})==(.+)$", installed, re.MULTILINE | re.IGNORECASE)[0])
@@ -210,15 +199,11 @@ def run_packer(
     logs.mkdir(parents=True, exist_ok=True)
     told = json.dumps(dict(options))
     command = [python.absolute(), PACKERS / f"pack_{packer}.py", model.resolve(), out.resolve(), told]
-    return _run(command, logs)
-
-
-def _run(command: Sequence[object], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=folder)
+    return run_command(command, cwd=logs)
 
 
 def _run_tk(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return _run([sys.executable, "-m", "experiments.cli", *arguments])
+    return run_command([sys.executable, "-m", "experiments.cli", *arguments])
 
 
 def main() -> int:
@@ -234,7 +219,7 @@ def main() -> int:
     for kind in (kind for kind in KINDS if not asked.only or kind.name in asked.only):
         missing = kind.packer == "squeezellm" and asked.squeezellm is None
         options = {"checkout": str(asked.squeezellm.resolve())} if kind.packer == "squeezellm" and not missing else {}
-        python = None if missing else make_environment(environments, kind.packer)
+        python = None if missing else find_environment(environments, kind.packer)
         if python is None:
             outcome, tool = Outcome(problems=("not made: its tool is not here",)), kind.packer
         else:

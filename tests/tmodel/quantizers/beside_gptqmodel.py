@@ -24,7 +24,7 @@ import tkernels
 from experiments.quantization.evaluation import WindowReader, cut_windows, evaluate
 from experiments.quantization.texts import tokenize_text
 from tests.tmodel.formats.tools.decoded import CHECKPOINT
-from tests.tmodel.formats.written_elsewhere import make_environment, run_packer
+from tests.tmodel.formats.written_elsewhere import find_environment, run_packer
 from tests.tmodel.test_train import SMALL
 from tmodel.corpus import standard_library_corpus
 from tmodel.presets import make_from_recipe
@@ -111,7 +111,7 @@ def main() -> int:
     parser.add_argument("--bits", nargs="+", type=int, default=[2, 3, 4])
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    python = make_environment(asked.folder / "environments", "gptqmodel")
+    python = find_environment(asked.folder / "environments", "gptqmodel")
     if python is None:
         return 1
     ratios = [ratio for seed in asked.seeds for ratio in compare_seed(asked.folder, seed, asked.bits, python)]

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
+from pydantic import ValidationError
 
 from tests.tsched.serving.conftest import RunningServer
 from tsched.serving.protocol.chat import ChatRequest
@@ -287,3 +288,31 @@ def test_the_page_lists_what_is_taken_without_effect() -> None:
     for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"):
         assert f"`{name}" in listed
         assert name in ChatRequest.model_fields
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (CompletionRequest, {"prompt": ["a", 5] * 50_000}),
+        (CompletionRequest, {"prompt": [[True] * 1000] * 100}),
+        (CompletionRequest, {"prompt": [5.5] * 100_000}),
+        (CompletionRequest, {"stop": [1] * 100_000}),
+        (CompletionRequest, {"stop_token_ids": ["a"] * 100_000}),
+        (CompletionRequest, {"allowed_token_ids": ["a"] * 100_000}),
+        (CompletionRequest, {"bad_words": [[None] * 1000] * 100}),
+        (ChatRequest, {"messages": [1] * 4096}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [1] * 100_000}]}),
+        (ChatRequest, {"messages": [{}] * 100_000}),
+    ],
+)
+def test_of_many_wrong_entries_few_are_collected(kind: Any, wrong: dict[str, Any]) -> None:
+    """All of them would take seconds, in which the interpreter does nothing else."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate((TEXT if kind is CompletionRequest else TALK) | wrong)
+    assert refused.value.error_count() < 20
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "nothing"])
+def test_an_object_of_many_keys_is_not_read(field: str, server: RunningServer) -> None:
+    answer = server.post("/v1/completions", TEXT | {field: {str(i): "a" for i in range(20_000)}})
+    assert (answer.status, answer.error["code"]) == (400, "invalid_json")

@@ -9,18 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from experiments.commands.serve import read_served
+from experiments.commands.requests import ServeRequest
+from experiments.commands.serve import read_served, run
 from experiments.document import ExperimentError
 from tsched.serving.supervisor import SupervisedClient
 
-PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
+ROOT = Path(__file__).parents[3]
 TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
 
 
-def test_the_pages_example_prints_text_and_sigterm_ends_the_server(
+def test_the_example_of_both_pages_prints_text_and_sigterm_ends_the_server(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = re.findall(r"```python\n(from openai.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/serving.md")]
+    (example,) = {one for page in pages for one in re.findall(r"```python\n(from openai.*?)```", page, flags=re.DOTALL)}
     command = [*TK, str(checkpoint), "--name", "tiny", "--port", "0", "--kv-cache-bytes", "1MB"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -88,3 +90,9 @@ scheduler: {prefix_cache: radix, max_num_seqs: 4}
         file.write_text(text.replace(written, instead))
         with pytest.raises(ExperimentError, match=said):
             read_served(file)
+
+
+def test_a_missing_extra_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.commands.serve.find_spec", lambda name: None)
+    with pytest.raises(ExperimentError, match=r"pip install 'tkernels\[serve\]'"):
+        run(ServeRequest("tiny"))

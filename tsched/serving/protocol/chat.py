@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from tsched.serving.protocol.sampling import (
     FinishReason,
     GenerationRequest,
+    Items,
     TopLogprobs,
     Unsupported,
     Usage,
@@ -25,7 +26,7 @@ class TextPart(WireModel):
 
 class Message(WireModel):
     role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[Items[TextPart], Field(min_length=1)]
     name: str | None = None
 
     @property
@@ -35,7 +36,7 @@ class Message(WireModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = None
@@ -45,7 +46,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     # Without effect, see docs/serving.md.
     metadata: dict[str, str] | None = None
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None

@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from tsched.serving.protocol.sampling import FinishReason, GenerationRequest, TopLogprobs, Unsupported, Usage
+from tsched.serving.protocol.sampling import FinishReason, GenerationRequest, Items, TopLogprobs, Unsupported, Usage
 
 MAX_PROMPTS = 128
 
 Prompts = (
     Annotated[str, Field(min_length=1)]
-    | Annotated[list[int], Field(min_length=1)]
-    | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[Items[int], Field(min_length=1)]
+    | Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
+    | Annotated[Items[Annotated[Items[int], Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
 )
 """A text, token ids, or a list of either, of one kind."""
 

@@ -15,6 +15,7 @@ from tsched.torch_free import suggest_name
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MAX_KEYS = 10_000  # of an object; what is wrong with each would be collected
 _MAX_SHOWN = 100  # characters of a wrong value
 
 
@@ -99,6 +100,8 @@ def _no_json(what: str) -> ApiError:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > _MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys, and {_MAX_KEYS} are read")
     made = dict(pairs)
     if len(made) < len(pairs):
         seen: set[str] = set()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_TOP_LOGPROBS = 20
+
+ItemT = TypeVar("ItemT")
+
+Items = Annotated[list[ItemT], Field(fail_fast=True)]
+"""A list whose first wrong entry is said alone: a million wrong ones would take seconds."""
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 """How many of the most likely tokens are reported at each place."""
@@ -69,11 +74,11 @@ class GenerationRequest(WireModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     truncate_prompt_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     logit_bias: dict[TokenKey, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str | list[int]] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str | Items[int]] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     min_tokens: int | None = None

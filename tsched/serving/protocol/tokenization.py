@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from tsched.serving.protocol.sampling import WireModel
+from tsched.serving.protocol.sampling import Items, WireModel
 
 
 class TokenizeRequest(WireModel):
@@ -21,7 +21,7 @@ class Tokens(BaseModel):
 
 class DetokenizeRequest(WireModel):
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class DetokenizedText(BaseModel):
