@@ -83,6 +83,9 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
     "python -m tests.tsched.serving.soak --minutes 3": "minutes; tests/tsched/serving/test_soak.py",
     "python -m tests.tsched.serving.framing_cost": "a figure",
+    "python -m tests.tsched.serving.same_answers answers": "minutes; tests/tsched/serving/test_answers.py",
+    "python -m tests.tsched.serving.cost_over_http cost": "a figure",
+    "python -m tests.tsched.structured_cost 32": "a figure",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }
 """Command -> why the suite does not run it as it stands: where it is run, or what it needs."""
