@@ -240,7 +240,7 @@ class MakeModelRequest:
     preset: Annotated[
         str, Option(help="One that is trained, or random weights of a published shape, as in Qwen3-0.6B.")
     ] = "tiny"
-    seed: Annotated[int, Option(min=0, help="Of the weights and of the order of the text.")] = 0
+    seed: Annotated[int, Option(min=0, max=2**63 - 1, help="Of the weights and of the order of the text.")] = 0
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ class HttpServer:
             names = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
         except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
             said = str(error) or type(error).__name__
+            if isinstance(error, httpx2.HTTPStatusError) and error.response.status_code == 401:
+                said = "401, it wants a key: give key_file"
             raise HttpServerError(f"no OpenAI server answers at {self.workload.url}: {said[:_MOST_SAID]}") from None
         if len(names) != 1:
             raise HttpServerError(

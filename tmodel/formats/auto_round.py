@@ -25,6 +25,7 @@ from tmodel.formats.base import drop_nulls, parse_settings
 from tmodel.formats.fp8 import FP8
 from tmodel.formats.gptq import GPTQ
 from tmodel.formats.overrides import Dynamic
+from tmodel.formats.patterns import find_pattern_fault
 from tmodel.formats.unsupported import UNSUPPORTED
 from tmodel.json_files import ConfigError
 
@@ -77,10 +78,8 @@ class Layers(BaseModel):
     @model_validator(mode="after")
     def _check_patterns(self) -> Self:
         for pattern in (*(self.extra_config or {}), *(self.modules_to_not_convert or ())):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r}: {error}") from None
+            if (fault := find_pattern_fault(pattern)) is not None:
+                raise ValueError(f"{pattern[:80]!r}: {fault}")
         return self
 
 

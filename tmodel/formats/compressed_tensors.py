@@ -49,6 +49,7 @@ from tmodel.formats.base import (
     read_words,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
+from tmodel.formats.patterns import find_pattern_fault
 from tmodel.formats.scaled import (
     check_scaled,
     make_weight,
@@ -248,10 +249,9 @@ class CompressedTensors(BaseModel):
         if (self.sparsity_config or {}).get("format", "dense") != "dense":
             raise ValueError("sparsity_config: only 'dense' is supported")
         for pattern in (*self.ignore, *(target for group in self.config_groups.values() for target in group.targets)):
-            try:
-                re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-            except re.error as error:
-                raise ValueError(f"{pattern!r}: {error}") from None
+            expression = pattern.removeprefix("re:") if pattern.startswith("re:") else ""
+            if (fault := find_pattern_fault(expression)) is not None:
+                raise ValueError(f"{pattern[:80]!r}: {fault}")
         return self
 
     def find_group(self, layer: str) -> Group | None:

@@ -20,6 +20,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from tkernels.quantized.row_codes import BLOCK
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tmodel.formats.base import ScaledScheme, make_dense_layer_error
+from tmodel.formats.patterns import find_pattern_fault
 from tmodel.formats.scaled import check_scaled, make_weight, read_codes, read_input_scale, read_scales
 from tmodel.weights import Checkpoint
 
@@ -63,10 +64,8 @@ class FP8(BaseModel):
         if self.activation_scheme == "static" and self.weight_block_size is not None:
             raise ValueError("activation_scheme: 'static' is supported without weight_block_size; with it 'dynamic' is")
         for pattern in self.modules_to_not_convert or ():
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"modules_to_not_convert: {pattern!r}: {error}") from None
+            if (fault := find_pattern_fault(pattern) or find_pattern_fault(_within(pattern))) is not None:
+                raise ValueError(f"modules_to_not_convert: {pattern[:80]!r}: {fault}")
         return self
 
     def scheme(self, layer: str) -> ScaledScheme | None:
@@ -118,7 +117,12 @@ class FP8(BaseModel):
 
 def _matches(pattern: str, layer: str) -> bool:
     """Whether a layer is the one that a pattern names, or within it."""
-    return layer.endswith(pattern) or re.match(rf"(?:{pattern})(?:$|\.|(?<=\.))", layer) is not None
+    return layer.endswith(pattern) or re.match(_within(pattern), layer) is not None
+
+
+def _within(pattern: str) -> str:
+    """What matches the names that a pattern matches, and names below these."""
+    return rf"(?:{pattern})(?:$|\.|(?<=\.))"
 
 
 def _first_present(checkpoint: Checkpoint, layer: str, *names: str) -> str:

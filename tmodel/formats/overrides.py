@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tmodel.formats.base import Parsed, drop_nulls, parse_settings
+from tmodel.formats.patterns import find_pattern_fault
 from tmodel.json_files import ConfigError
 
 Dynamic = dict[str, dict[str, Any]]
@@ -57,11 +58,12 @@ def check_dynamic(dynamic: Dynamic | None, apply: Callable[[Mapping[str, Any]], 
         ValueError: It does not; the message names the expression.
     """
     for pattern, overrides in (dynamic or {}).items():
+        if (fault := find_pattern_fault(_split(pattern)[1])) is not None:
+            raise ValueError(f"dynamic[{pattern[:80]!r}]: {fault}")
         try:
-            re.compile(_split(pattern)[1])
             apply(overrides)
-        except (re.error, ConfigError) as error:
-            raise ValueError(f"dynamic[{pattern!r}]: {error}") from None
+        except ConfigError as error:
+            raise ValueError(f"dynamic[{pattern[:80]!r}]: {error}") from None
 
 
 def _split(pattern: str) -> tuple[bool, str]:

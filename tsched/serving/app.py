@@ -79,7 +79,10 @@ def create_app(
         finally:
             await front.stop()
 
-    app = FastAPI(title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY)
+    # A redirect would lead to whatever host the request names.
+    app = FastAPI(
+        title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY, redirect_slashes=False
+    )
     app.state.front_end = front
     _add_errors(app)
     _add_generation(app, front)

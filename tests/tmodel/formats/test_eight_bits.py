@@ -182,6 +182,7 @@ def changed(kind: Kind, part: str | None = None, **changes: Any) -> dict[str, An
         (changed(BLOCKS, activation_scheme="none"), "activation_scheme: .*'dynamic' or 'static', got 'none'"),
         (changed(BLOCKS, scale_fmt="ue8m0"), "scale_fmt: .*'float', got 'ue8m0'"),
         (changed(BLOCKS, fmt="e5m2"), "fmt: .*'e4m3' or 'float8_e4m3fn', got 'e5m2'"),
+        (changed(BLOCKS, modules_to_not_convert=["(?i)lm_head"]), r"'\(\?i\)lm_head': global flags"),
         (changed(BLOCKS, modules_to_not_convert=["("]), r"modules_to_not_convert: '\(': .*unterminated"),
     ],
 )

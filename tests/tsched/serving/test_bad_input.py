@@ -187,6 +187,7 @@ def test_other_statuses(server: RunningServer) -> None:
         ("POST", "/v1/completions", TEXT | {"model": "gpt-4"}, {}, 404, "model_not_found"),
         ("GET", "/v1/models/gpt-4", None, {}, 404, "model_not_found"),
         ("GET", "/v1/embeddings", None, {}, 404, "not_found"),
+        ("POST", "/v1/completions/", TEXT, {}, 404, "not_found"),
         ("GET", "/v1/completions", None, {}, 405, "method_not_allowed"),
         ("PUT", "/v1/chat/completions", TALK, {}, 405, "method_not_allowed"),
         ("OPTIONS", "/v1/chat/completions", None, {}, 405, "method_not_allowed"),
