@@ -21,6 +21,7 @@ from tests.tsched.drawn_schemas import draw_params, find_fault
 from tests.tsched.test_llm import PROMPTS, completion, crowded_bytes, make_llm
 from tsched import LLM, SamplingParams, StructuredOutputsParams
 from tsched.execution.token_masks import bar_others, count_words, pack_mask, unpack_masks
+from tsched.requests.grammar import GrammarCompiler
 
 CHOICES = ("yes", "yes please", "no (a+)", "no!", "42")
 
@@ -219,6 +220,16 @@ def test_what_cannot_be_compiled_is_refused_by_its_field_and_others_go_on(
     assert refused.outputs[0].finish_reason == "error"
     assert len(str(refused.error)) < 500
     assert served.outputs[0].text == "yes"
+
+
+def test_a_reader_that_was_killed_is_started_again(llm: LLM) -> None:
+    compiler = GrammarCompiler(llm.tokenizer, 300, (0,))
+    for number in range(2):
+        compiler.compile(StructuredOutputsParams(regex=f"a{{{number + 1}}}"))  # RefusedError where it cannot be
+        assert compiler._reader is not None
+        assert compiler._reader._process is not None
+        compiler._reader._process.kill()
+        compiler._reader._process.wait()
 
 
 def test_a_regex_of_nested_repetitions_is_served(llm: LLM) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import Future
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,7 +169,10 @@ class _Reader:
 
     def read(self, definition: tuple[str, str]) -> tuple[str, str]:
         """Reads (format, text): (llguidance's grammar, why it is none or "")."""
-        process = self._process or self._start()
+        process = self._process
+        if process is None or process.poll() is not None:  # something else may have killed it
+            self._stop()
+            process = self._start()
         assert process.stdin is not None
         process.stdin.write(json.dumps(definition) + "\n")
         process.stdin.flush()
@@ -214,7 +218,8 @@ def _end_process(process: subprocess.Popen[str]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with suppress(BrokenPipeError):  # of a line that it never read
+                pipe.close()
 
 
 def _first_line(message: str) -> str:

@@ -70,6 +70,17 @@ def test_a_chat_answers_what_its_template_asks(client: openai.OpenAI, llm: LLM) 
     assert chunks[-1].choices[0].finish_reason == expected.outputs[0].finish_reason
 
 
+def test_an_answer_is_sent_back_as_the_next_turn(client: openai.OpenAI) -> None:
+    first = client.chat.completions.create(model="random", messages=MESSAGES, **DRAWN).choices[0].message
+    assert first.content
+    for told in (first, first.model_dump()):
+        turns = [*MESSAGES, told, {"role": "user", "content": "go on"}]
+        answer = client.chat.completions.create(model="random", messages=turns, **DRAWN)
+        plain = [*MESSAGES, {"role": "assistant", "content": first.content}, turns[-1]]
+        expected = client.chat.completions.create(model="random", messages=plain, **DRAWN)
+        assert answer.choices[0].message.content == expected.choices[0].message.content
+
+
 def test_asynchronous_clients_at_once(server: RunningServer, llm: LLM) -> None:
     async def ask(seed: int, client: openai.AsyncOpenAI) -> str:
         sampling = DRAWN | {"seed": seed}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
@@ -19,6 +19,9 @@ from tsched.serving.protocol.sampling import (
 MAX_MESSAGES = 4096
 
 
+Nothing: TypeAlias = Annotated[list[None], Field(max_length=0)] | None
+
+
 class TextPart(WireModel):
     type: Literal["text"]
     text: str
@@ -28,6 +31,13 @@ class Message(WireModel):
     role: Literal["developer", "system", "user", "assistant"]
     content: str | Annotated[Items[TextPart], Field(min_length=1)]
     name: str | None = None
+    # OpenAI's client sends an answer back as it read it: with fields that are null, and with what it parsed of content.
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    parsed: Any = None
+    refusal: Nothing = None
+    tool_calls: Nothing = None
 
     @property
     def text(self) -> str:
