@@ -1,5 +1,6 @@
 """`tk eval`: how well a model predicts a text, and how far it is from a dense one."""
 
+import math
 from dataclasses import asdict
 
 import torch
@@ -38,6 +39,9 @@ def run(request: EvalRequest) -> int:
     with progress_bar("reading windows", len(windows), stays=True) as update:
         judge = None if reference is None else open_reader(reference)
         found = evaluate(open_reader(plan), windows, judge, advance=lambda count: update(advance=count))
+    if not math.isfinite(found.nats):
+        message = "its logits are not finite: a kernel, the weights or the dtype's range is at fault"
+        raise ExperimentError([f"--model {request.model}: {message}"])
     if request.as_json:
         names = {"model": request.model, "reference": request.reference}
         print_json({**names, "perplexity": found.perplexity, **asdict(found)})

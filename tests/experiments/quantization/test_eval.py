@@ -70,6 +70,16 @@ def test_figures_are_those_of_transformers(checkpoint: Path, changed: Path, text
     assert found["top1_agreement"] == pytest.approx(agreement, abs=1e-9)
 
 
+def test_a_model_of_nan_has_no_perplexity(changed: Path, text: Path) -> None:
+    tensors = load_file(changed / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][:] = math.nan
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    done = tk_eval("--model", changed, "--text", text, "--window", 23)
+    assert done.exit_code != 0
+    assert "its logits are not finite" in done.stderr
+    assert "perplexity" not in done.stdout
+
+
 def test_a_model_agrees_with_itself(checkpoint: Path, text: Path) -> None:
     done = tk_eval("--model", checkpoint, "--reference", checkpoint, "--text", text, "--window", 64, "--json")
     found = json.loads(done.stdout)
