@@ -1,1 +1,1 @@
-"""What the tasks of a sweep do, by phase: check, kernels, engine, peers, quantization; and what their rows give."""
+"""What the tasks of a sweep do, by phase (stages.task.Phase), and what their rows give."""

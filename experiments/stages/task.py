@@ -17,8 +17,8 @@ class Task:
     plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
     timeout: seconds of its process, None is for ever. The rest says what to do: op and variant (its label) at points
     (name and axes), with what these serve, by their names; an arm, by its index in the plan, or a peer with the
-    settings found best before, at one of the workloads that the plan's arms serve, by its index; a quantized checkpoint
-    by its index, 0 being the dense one.
+    settings found best before, at one of the workloads that the plan's arms serve, by its index; a server elsewhere, by
+    its workload's index among those; a quantized checkpoint by its index, 0 being the dense one.
     """
 
     key: str

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -65,7 +66,7 @@ _OUTPUTS = ((2, 16), (2, 64), (16, 128), (129, 512), (129, 1024))
 MIXES = tuple(Mix(prompt, *outputs) for prompt in (128, 512, 1024) for outputs in _OUTPUTS)
 
 
-class Service:
+class Service(ABC):
     """One scheduler under a mix. `seconds` and `num_tokens` are sums."""
 
     def __init__(self, mix: Mix) -> None:
@@ -88,14 +89,14 @@ class Service:
                 self.arrive(prompt, num_output)
             self.step()
 
-    def num_unfinished(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def num_unfinished(self) -> int: ...
 
-    def arrive(self, prompt: list[int], num_output: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def arrive(self, prompt: list[int], num_output: int) -> None: ...
 
-    def step(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def step(self) -> None: ...
 
 
 class OurService(Service):

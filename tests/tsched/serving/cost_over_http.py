@@ -51,14 +51,6 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
-def find_worker(pid: int) -> int:
-    """The engine's process below the front end `pid`."""
-    children: set[int] = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        children |= {int(one) for one in (task / "children").read_text().split()}
-    return max(children, key=lambda one: int(Path(f"/proc/{one}/statm").read_text().split()[1]))
-
-
 async def follow(host: str, port: int, body: bytes) -> None:
     """Sends one request and reads its stream to the end."""
     reader, writer = await asyncio.open_connection(host, port)
@@ -109,7 +101,7 @@ def main() -> int:
     num_tokens = asked.streams * asked.tokens
     over_http, offline = [], []
     with serving(asked.model, asked.folder) as served:
-        llm, worker = LLM(served.directory), find_worker(served.pid)
+        llm, worker = LLM(served.directory), served.find_worker()
         for number in range(asked.rounds + 1):
             one = run_over_http(served, bodies, num_tokens, worker)
             other = run_offline(llm, prompts, SamplingParams(**told), num_tokens)

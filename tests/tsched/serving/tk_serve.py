@@ -27,6 +27,13 @@ class Served:
     folder: Path
     pid: int
 
+    def find_worker(self) -> int:
+        """The engine's process below the front end, which started it from one of its threads."""
+        children: set[int] = set()
+        for task in Path(f"/proc/{self.pid}/task").iterdir():
+            children |= {int(one) for one in (task / "children").read_text().split()}
+        return max(children, key=lambda one: int(Path(f"/proc/{one}/statm").read_text().split()[1]))
+
     def count(self) -> Counter[str]:
         """The counters of /metrics, each summed over its labels."""
         with urllib.request.urlopen(f"{self.base}/metrics") as answer:
