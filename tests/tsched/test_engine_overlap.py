@@ -10,7 +10,7 @@ import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
-from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
+from tests.tsched.simulated_device import VOCAB, check_accounts, tokens_alone
 from tests.tsched.test_engine import GREEDY, MAX_MODEL_LEN, build_engine, run, spell
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache

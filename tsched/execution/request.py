@@ -11,8 +11,8 @@ from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RequestFault
 from tsched.requests.grammar import GrammarState
 from tsched.requests.outputs import Logprob, RequestMetrics
-from tsched.requests.token_texts import TokenTexts
 from tsched.requests.stopping import should_stop
+from tsched.requests.token_texts import TokenTexts
 from tsched.scheduling.sequence import Ints, Sequence
 
 AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
@@ -99,9 +99,9 @@ class Request:
         Returns:
             "stop" where one of them ends the output, "error" where one fails, else None.
         """
-        prompt_len = self.sequence.prompt_len
+        prompt, output = known[: self.sequence.prompt_len], known[self.sequence.prompt_len :]
         try:
-            return "stop" if should_stop(self.sequence.params.criteria, known[:prompt_len], known[prompt_len:]) else None
+            return "stop" if should_stop(self.sequence.params.criteria, prompt, output) else None
         except RequestFault as fault:
             self.error = str(fault)
             return "error"
