@@ -71,7 +71,7 @@ class ScriptedClient:
         """No step is taken here."""
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
-        raise AssertionError("nobody asks for it")
+        return KernelSwap(0, dict.fromkeys(choices, "torch"))
 
     async def drain(self) -> None:
         self.state = "draining"
