@@ -21,17 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.tsched.serving.cost_over_http import cpu_seconds
+from tests.tsched.serving.tk_serve import find_worker
 
 _LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from the interpreter's start, and CPU seconds of the front end up to /live."""
+    """Seconds from the interpreter's start; CPU seconds of the front end up to /live, and of the worker up to /ready."""
 
     live: float
     ready: float
-    cpu: float
+    front_cpu: float
+    worker_cpu: float
 
 
 def start_server(model: str, log: Path) -> Start:
@@ -50,9 +52,12 @@ def start_server(model: str, log: Path) -> Start:
         live, cpu = time.monotonic() - began, cpu_seconds(process.pid)
         wait_for(f"{base.group()}/ready")
         ready = time.monotonic() - began
+        worker = find_worker(process.pid)
+        assert worker is not None, "it is ready"
+        worker_cpu = cpu_seconds(worker)
         process.terminate()
         process.wait(60)
-    return Start(live, ready, cpu)
+    return Start(live, ready, cpu, worker_cpu)
 
 
 def wait_for(url: str) -> None:
@@ -65,12 +70,14 @@ def wait_for(url: str) -> None:
             time.sleep(_LOOK_S)
 
 
-def start_llm(model: str) -> float:
-    """Seconds of a process that makes an LLM and ends."""
-    began = time.monotonic()
+def start_llm(model: str) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a process that makes an LLM and ends."""
+    began, before = time.monotonic(), os.times()
     program = "import os, sys; from tsched import LLM; LLM(sys.argv[1]); os._exit(0)"
     subprocess.run([sys.executable, "-c", program, model], check=True)
-    return time.monotonic() - began
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.monotonic() - began, cpu
 
 
 def describe(values: Sequence[float]) -> str:
@@ -89,11 +96,12 @@ def main() -> int:
     turns = [
         (start_server(asked.model, asked.folder / "serve.log"), start_llm(asked.model)) for _ in range(asked.rounds)
     ]
-    starts, llms = [start for start, _ in turns], [llm for _, llm in turns]
-    print(f"/live: {describe([one.live for one in starts])}, {describe([one.cpu for one in starts])} of CPU")
-    print(f"/ready: {describe([one.ready for one in starts])}")
-    print(f"LLM(...): {describe(llms)}")
-    ratios = [start.ready / llm for start, llm in turns]
+    starts = [start for start, _ in turns]
+    print(f"/live: {describe([one.live for one in starts])}, CPU {describe([one.front_cpu for one in starts])}")
+    print(f"/ready: {describe([one.ready for one in starts])}, CPU of the worker", end=" ")
+    print(describe([one.worker_cpu for one in starts]))
+    print(f"LLM(...): {describe([one for _, (one, _) in turns])}, CPU {describe([one for _, (_, one) in turns])}")
+    ratios = [start.ready / llm for start, (llm, _) in turns]
     print(f"/ready / LLM(...): {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     print(f"load average: {os.getloadavg()[0]:.1f}")
     return 0
