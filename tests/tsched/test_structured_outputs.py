@@ -99,7 +99,7 @@ def test_company_preemption_and_overlap_change_nothing(checkpoint: Path, llm: LL
     together = crowded.generate(PROMPTS, params)
     assert crowded.stats().num_preemptions > 0
     assert crowded.stats().num_used_blocks == 0
-    assert not crowded._engine._sampler.grammars._states
+    assert not crowded._engine._runner._sampler.grammars._states
     for prompt, one, output in zip(PROMPTS, params, together, strict=True):
         (alone,) = llm.generate([prompt], one)
         assert output.error is None
