@@ -242,17 +242,23 @@ class SupervisedClient:
             self._failure = message["reason"]
             if kind == "failed":
                 self._fail_all(message["reason"])
-        elif kind in ("swapped", "swap_refused"):
-            if kind == "swapped" and self._stats is not None:
-                self._stats = replace(self._stats, arm=message["arm"])
+        elif kind == "swapped":
+            self._take_swap(message)
+        elif kind == "swap_refused":
             answer = self._swaps.get(message["id"])
             if answer is not None and not answer.done():
-                if kind == "swapped":
-                    answer.set_result(KernelSwap(message["first_step"], message["arm"]))
-                else:
-                    answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
+                answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
         else:
             raise LinkError(f"nobody knows a message {kind!r} here")
+
+    def _take_swap(self, message: Message) -> None:
+        """Notes the kernels that serve now; the next worker begins with them."""
+        if self._stats is not None:
+            self._stats = replace(self._stats, arm=message["arm"])
+        self._load["options"]["kernels"] = message["kernels"]
+        answer = self._swaps.get(message["id"])
+        if answer is not None and not answer.done():
+            answer.set_result(KernelSwap(message["first_step"], message["arm"]))
 
     def _begin(self, message: Message) -> None:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})

@@ -145,6 +145,24 @@ def test_a_worker_that_takes_no_step_with_unfinished_requests_is_killed(tmp_path
     serve(tmp_path, main, stall_timeout=0.3)
 
 
+def test_a_worker_that_is_started_again_has_the_kernels_of_the_last_swap(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        given_up = asyncio.ensure_future(client.swap_kernels({"swiglu": "torch"}))
+        await asyncio.sleep(0)
+        given_up.cancel()  # its client has left, and the kernels are swapped all the same
+        swap = await client.swap_kernels({"paged_decode": "split_kv"})
+        expected = {"swiglu": "torch", "paged_decode": "split_kv"}
+        assert client.stats().arm == swap.arm == expected
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().arm == expected
+
+    serve(tmp_path, main, kernels={"swiglu": "fused"})
+
+
 def test_an_idle_worker_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
     async def main(client: SupervisedClient) -> None:
         assert client.worker_pid is not None
