@@ -28,7 +28,7 @@ _LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds from the interpreter's start; CPU seconds of the front end up to /live, and of the worker up to /ready."""
+    """Seconds from the interpreter's start; CPU seconds of the front end up to live, of the worker up to ready."""
 
     live: float
     ready: float
