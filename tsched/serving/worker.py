@@ -210,8 +210,9 @@ class Worker:
                 reason = str(error) if is_refusal else describe_error(error)
                 self._send({"kind": "swap_refused", "id": swap_id, "reason": reason, "param": "kernels"})
             else:
-                arm = engine.served.arm
-                self._send({"kind": "swapped", "id": swap_id, "first_step": first_step, "arm": arm})
+                served = engine.served
+                now = {"first_step": first_step, "arm": served.arm, "kernels": served._choices}
+                self._send({"kind": "swapped", "id": swap_id, **now})
 
     async def _beat(self) -> None:
         """Sends the engine's counts now and then: they show whether it moves where nobody gets a token."""
