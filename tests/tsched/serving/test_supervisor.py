@@ -70,6 +70,34 @@ async def until_ready(client: SupervisedClient) -> None:
         await asyncio.sleep(0.01)
 
 
+def test_a_worker_that_was_started_before_the_loop_is_the_one_that_serves(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    assert client._started is not None
+    early = client._started.process.pid
+
+    async def main() -> None:
+        await client.start()
+        assert client.worker_pid == early
+        os.kill(early, signal.SIGKILL)
+        while client.state != "restarting":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.worker_pid not in (None, early)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_was_started_in_vain_ends_with_its_link(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    started = client._started
+    assert started is not None
+    started.socket.close()
+    assert started.process.wait(20) == 0
+
+
 async def expect_the_end_of_a_killed_stream(client: SupervisedClient) -> None:
     """A stream that has spoken ends with an error within half a second of its worker's death; TimeoutError else."""
     spoken = ask(client, "a", SPEAK_AND_WAIT)
