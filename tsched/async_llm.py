@@ -11,7 +11,7 @@ from typing import Any
 
 from tkernels.errors import TKernelsError
 from tsched.execution.engine_thread import EngineThread, News, Ticket
-from tsched.execution.request import Request
+from tsched.execution.request import Request, joint_fault
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError
 from tsched.requests.outputs import CompletionOutput, RequestOutput, add_part
@@ -345,6 +345,11 @@ class RequestStream:
     def refusal(self) -> str | None:
         """Why the engine never took the request; None where it did, or has not yet."""
         return self._ticket.refusal
+
+    @property
+    def at_fault(self) -> str | None:
+        """The field of SamplingParams that made the request fail; None where none did."""
+        return joint_fault(self._ticket.requests)
 
     def __aiter__(self) -> RequestStream:
         return self

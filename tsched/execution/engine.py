@@ -35,6 +35,7 @@ from tsched.execution.request import Request
 from tsched.execution.sampler import NONE_LEFT, Sampler, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.first_token import name_barring_parameters
 from tsched.requests.grammar import Grammar, GrammarState
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.stopping import should_stop
@@ -513,7 +514,9 @@ class Engine:
         sequence.finish_reason = "error"
         place = f"output token {sequence.tokens.size - sequence.prompt_len}"
         if token == NONE_LEFT:
-            why = f"the request's parameters together left no finite logit to choose {place} from"
+            barring = name_barring_parameters(sequence.params)
+            request.at_fault = next(iter(barring), None)
+            why = f"{' and '.join(barring) or 'the parameters'} left no token to choose {place} from"
         else:
             why = f"the model's logits for {place} are not finite: {_AT_FAULT}"
         request.error = fault or (request.grammar and request.grammar.error) or why
@@ -547,7 +550,8 @@ def _advance_grammar(request: Request, grammar: GrammarState, token: int) -> str
     if not grammar.append(token):
         return None
     if grammar.error is not None:
-        request.error = request.error or grammar.error
+        if request.error is None:
+            request.error, request.at_fault = grammar.error, "structured_outputs"
         return "error"
     if sequence.finish_reason is not None:  # complete, if just at its longest
         sequence.finish_reason = "stop"

@@ -68,7 +68,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
 
 def delta_of(written: list[Any]) -> Delta:
     """The Delta that JSON made a list of."""
-    samples, is_last, error, num_cached, prompt_logprobs, times = written
+    samples, is_last, error, num_cached, prompt_logprobs, times, at_fault = written
     return Delta(
         [SampleDelta(s, ids, text, _scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
         is_last,
@@ -76,6 +76,7 @@ def delta_of(written: list[Any]) -> Delta:
         num_cached,
         None if prompt_logprobs is None else [None if one is None else TokenScores(*one) for one in prompt_logprobs],
         None if times is None else RequestTimes(*times),
+        at_fault,
     )
 
 
@@ -96,6 +97,7 @@ def join_deltas(one: Delta, other: Delta) -> Delta:
         other.num_cached_tokens if one.num_cached_tokens is None else one.num_cached_tokens,
         other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
         other.times,
+        other.at_fault if one.error is None else one.at_fault,
     )
 
 

@@ -19,6 +19,7 @@ import tkernels  # before anything that imports Triton: it decides whether this 
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
+from tsched.execution.request import joint_fault
 from tsched.execution.served_model import ServedModel
 from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
 from tsched.serving.engine_records import (
@@ -234,6 +235,7 @@ def _make_delta(news: News) -> Delta:
         num_cached_tokens=news.ticket.num_cached_tokens,
         prompt_logprobs=prompt_scores,
         times=make_times(news.metrics) if news.is_last else None,
+        at_fault=None if news.error is None else joint_fault(news.ticket.requests),
     )
 
 
