@@ -53,14 +53,14 @@ def test_requests_that_cannot_be_served_say_why(checkpoint: Path, checkpoint_wit
 def test_an_engine_error_reaches_every_iterator(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
-            model, steps = served._engine._model, iter(range(5))
+            model, steps = served._engine._runner._model, iter(range(5))
 
             def failing(*inputs: Any) -> torch.Tensor:
                 if next(steps, None) is None:
                     raise MemoryError("the device is full")
                 return model(*inputs)
 
-            monkeypatch.setattr(served._engine, "_model", failing)
+            monkeypatch.setattr(served._engine._runner, "_model", failing)
             streams = [served.add_request(str(i), prompt, LONG) for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
             for result in results:

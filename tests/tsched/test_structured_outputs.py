@@ -99,7 +99,7 @@ def test_company_preemption_and_overlap_change_nothing(checkpoint: Path, llm: LL
     together = crowded.generate(PROMPTS, params)
     assert crowded.stats().num_preemptions > 0
     assert crowded.stats().num_used_blocks == 0
-    assert not crowded._engine._sampler.grammars._states
+    assert not crowded._engine._runner._sampler.grammars._states
     for prompt, one, output in zip(PROMPTS, params, together, strict=True):
         (alone,) = llm.generate([prompt], one)
         assert output.error is None
@@ -199,21 +199,21 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("asked", "param", "other"),
     [
-        ({"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [5]}, "structured_outputs beside allowed_token_ids"),
-        ({"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, "structured_outputs beside bad_words"),
-        ({"allowed_token_ids": [7, 8], "bad_words": [[7], [8]]}, "allowed_token_ids beside bad_words"),
-        ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids beside min_tokens"),
-        ({"bad_words": [[token] for token in range(300)]}, "bad_words"),
+        ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [5]}, "structured_outputs", "allowed_token_ids"),
+        ({"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, "structured_outputs", "bad_words"),
+        ({"allowed_token_ids": [7, 8], "bad_words": [[7], [8]]}, "allowed_token_ids", "bad_words"),
+        ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
+        ({"bad_words": [[token] for token in range(300)]}, "bad_words", ""),
     ],
 )  # fmt: skip
 def test_parameters_that_leave_no_first_token_are_refused_before_a_step(
-    llm: LLM, asked: Mapping[str, Any], why: str
+    llm: LLM, asked: Mapping[str, Any], param: str, other: str
 ) -> None:
     before = llm.stats().num_steps
     (output,) = llm.generate([PROMPTS[1]], SamplingParams(**asked))
-    assert output.error == f"{why} leaves the output no token to begin with"
+    assert output.error == f"{param}{other and f' beside {other}'} leaves the output no token to begin with"
     assert output.outputs[0].finish_reason == "error"
     assert llm.stats().num_steps == before
 

@@ -19,6 +19,7 @@ from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
@@ -163,7 +164,7 @@ class ServedModel:
             self.kernels.copy_pages if kv_cache.blocks else None,
             0 if host is None else host.num_blocks,
         )
-        return Engine(
+        runner = ModelRunner(
             network,
             kv_cache,
             scheduler,
@@ -173,10 +174,10 @@ class ServedModel:
             step_inputs=self.kernels.step_inputs,
             pages=self._pages,
             states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
-            overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
         )
+        return Engine(scheduler, runner, overlap=options.overlap)
 
     @property
     def tokenizer(self) -> Any:

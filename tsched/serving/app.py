@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -25,7 +26,7 @@ from tsched.serving.gate import Gate
 from tsched.serving.limits import ServerLimits
 from tsched.serving.local_client import LocalClient
 from tsched.serving.protocol import chat, completions
-from tsched.serving.protocol.errors import ApiError, document_errors
+from tsched.serving.protocol.errors import ApiError, ErrorBody, document_errors
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.models import ModelCard, ModelList
 from tsched.serving.protocol.sampling import GenerationRequest, WireModel
@@ -39,12 +40,13 @@ from tsched.serving.protocol.tokenization import (
 from tsched.serving.requests import check_ids, check_model
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
-_BODIES: tuple[type[WireModel], ...] = (
+_BODIES: tuple[type[BaseModel], ...] = (
     completions.CompletionRequest,
     chat.ChatRequest,
     TokenizeRequest,
     DetokenizeRequest,
     admin.SwapRequest,
+    chat.ChatChunk,
 )
 _STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
@@ -127,13 +129,27 @@ def _add_errors(app: FastAPI) -> None:
         return say(wrong, error.headers)
 
 
-def _post(app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: Any) -> Callable[[Any], Any]:
-    """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did."""
+def _post(
+    app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: Any, chunk: type[BaseModel] | None = None
+) -> Callable[[Any], Any]:
+    """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did.
+
+    Args:
+        chunk: Of its streams; None where it has none.
+    """
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
-    content = {_STREAM: {"schema": {"type": "string"}}} if issubclass(kind, GenerationRequest) else {}
+    content = {} if chunk is None else {_STREAM: _describe_events(chunk)}
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
+
+
+def _describe_events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """A stream of chunks, with an error or [DONE] at its end, as FastAPI writes streams of events."""
+    chunks = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (chunk, ErrorBody)]
+    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": chunks}}
+    data = {"anyOf": [{"const": "[DONE]"}, content]}
+    return {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
 
 
 def _add_generation(app: FastAPI, front: FrontEnd) -> None:
@@ -145,8 +161,9 @@ def _add_generation(app: FastAPI, front: FrontEnd) -> None:
         return handle
 
     text, talk = completions.CompletionRequest, chat.ChatRequest
-    _post(app, "/v1/completions", text, completions.Completion, completions.EXAMPLE)(answer(text))
-    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE)(answer(talk))
+    whole = completions.Completion
+    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text))
+    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(answer(talk))
 
 
 def _add_models(app: FastAPI, front: FrontEnd) -> None:

@@ -29,6 +29,7 @@ from tsched.serving.engine_client import (
     default_name,
     read_sampling,
 )
+from tsched.serving.limits import ServerLimits
 from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
 from tsched.serving.worker_process import WorkerProcess
 
@@ -88,7 +89,7 @@ class SupervisedClient:
         model: str | Path,
         name: str | None = None,
         *,
-        stall_timeout: float = 120.0,
+        stall_timeout: float = ServerLimits.stall_timeout,
         variants_from: Sequence[str | Path] = (),
         **options: Any,
     ) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.tsched.serving.soak import worker_of
+from tests.tsched.serving.tk_serve import find_worker
 from tests.tsched.test_llm import PROMPTS
 from tkernels.ranges import NVTX
 from tsched import LLM, SamplingParams
@@ -296,7 +296,7 @@ def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
         assert front.stdout is not None
         front.stdout.readline()
-        while (worker := worker_of(front.pid)) is None:
+        while (worker := find_worker(front.pid)) is None:
             time.sleep(0.02)
         front.kill()
     deadline = time.monotonic() + 30

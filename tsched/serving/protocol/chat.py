@@ -113,4 +113,28 @@ class ChatCompletion(BaseModel):
     usage: Usage | None = None
 
 
+class MessageDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
 EXAMPLE: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "def main("}], "max_tokens": 8}
