@@ -143,18 +143,14 @@ def _nothing_is_made(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("base", "changes", "code", "param"), FIELDS, ids=lambda value: repr(value)[:40])
 def test_a_wrong_field_is_named(
-    base: dict[str, Any],
-    changes: dict[str, Any],
-    code: str,
-    param: str,
-    server: RunningServer,
-    monkeypatch: pytest.MonkeyPatch,
+    base: dict[str, Any], changes: dict[str, Any], code: str, param: str, server: RunningServer
 ) -> None:
     """And before it is tokenized."""
-    monkeypatch.setattr(server.front.codec, "encode", fail)
-    monkeypatch.setattr(server.front.chats, "encode", fail)
     path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
-    answer = server.post(path, base | changes)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.front.codec, "encode", fail)
+        patched.setattr(server.front.chats, "encode", fail)
+        answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
     assert len(answer.body) <= 4096
