@@ -318,7 +318,11 @@ class ServedModel:
             self._engine.step()
 
     def start_thread(
-        self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]
+        self,
+        on_news: Callable[[list[News]], object],
+        on_end: Callable[[BaseException | None], object],
+        *,
+        label_logprobs: bool = True,
     ) -> EngineThread:
         """Begins to serve on a thread of its own, for a caller who takes the news of all requests together.
 
@@ -329,12 +333,14 @@ class ServedModel:
         Args:
             on_news: Called on the thread after each step with what it brought, see EngineThread.
             on_end: Called on the thread once, at its end, with the engine's exception or None.
+            label_logprobs: Whether log-probabilities come with the texts of their tokens.
 
         Returns:
             The thread, which alone uses the engine from now on.
         """
         name = f"engine of {self.directory.name}"
-        self._thread = EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        texts = self._texts if label_logprobs else None
+        self._thread = EngineThread(self._engine, self._start, texts, on_news=on_news, on_end=on_end, name=name)
         return self._thread
 
     def make_ticket(

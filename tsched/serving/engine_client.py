@@ -283,7 +283,7 @@ class EngineClient(Protocol):
         """Calls `on_stats` with the newest snapshot after steps that had news, from now on."""
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
-        """Swaps kernels between two steps. An engine that is started again begins with those of its start.
+        """Swaps kernels between two steps. An engine that is started again begins with them.
 
         Args:
             choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`; an op that

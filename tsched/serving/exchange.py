@@ -35,6 +35,7 @@ from tsched.serving.responses import Answer, error_frame
 
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
 _JSON = [(b"content-type", b"application/json")]
+_PING = b": ping\n\n"  # a comment, which clients skip: proxies cut a connection that is silent for long
 _STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -79,6 +80,8 @@ class Exchange(Response):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_started = False  # the response, so its status is sent
         self._sending_since: float | None = None
+        self._written_at = 0.0
+        self._pinging: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._task = asyncio.current_task()
@@ -103,6 +106,8 @@ class Exchange(Response):
             self._meter.end(outcome.status, outcome.error, outcome.finish_reasons, outcome.num_prompt_tokens)
             for timer in self._timers.values():
                 timer.cancel()
+            if self._pinging is not None:
+                self._pinging.cancel()
             self._front.exchanges.discard(self)
 
     def end(self, reason: ApiError | ClientGoneError) -> None:
@@ -190,6 +195,8 @@ class Exchange(Response):
 
     async def _stream(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         self._end_stalled()
+        self._written_at = asyncio.get_running_loop().time()
+        self._ping_silent()
         async for place, delta in deltas:
             self._take_note(place, delta, ticket)
             chunks = answer.write_chunks(place, delta)
@@ -233,6 +240,21 @@ class Exchange(Response):
         else:
             self._timers["write"] = loop.call_later(longest / 4, self._end_stalled)
 
+    def _ping_silent(self) -> None:
+        """Writes a comment where nothing was written for ping_interval; asks again."""
+        loop, interval = asyncio.get_running_loop(), self._front.limits.ping_interval
+        silence = loop.time() - self._written_at
+        if silence >= interval:
+            silence = 0.0
+            if self._sending_since is None:  # else bytes wait to be read
+                self._pinging = loop.create_task(self._ping())
+        self._timers["ping"] = loop.call_later(interval - silence, self._ping_silent)
+
+    async def _ping(self) -> None:
+        if not self._is_started:
+            await self._start(200, _STREAM)
+        await self._write(_PING)
+
     async def _fail(self, error: ApiError | ClientGoneError) -> None:
         """Says the error where somebody may hear it: as a response, or as a stream's last event."""
         if isinstance(error, ClientGoneError):
@@ -255,9 +277,10 @@ class Exchange(Response):
         await self._send(message)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
+        self._sending_since = self._written_at = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending_since = None
+        if more:  # else nothing may follow, not even a comment
+            self._sending_since = None
 
 
 async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Delta]]:

@@ -19,16 +19,13 @@ import tkernels  # before anything that imports Triton: it decides whether this 
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
-from tsched.execution.request import joint_fault
 from tsched.execution.served_model import ServedModel
 from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
 from tsched.serving.engine_records import (
     describe_error,
     describe_failure,
     describe_model,
-    make_prompt_scores,
-    make_sample,
-    make_times,
+    make_delta,
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
@@ -99,6 +96,7 @@ class Worker:
         thread = served.start_thread(
             on_news=lambda news: loop.call_soon_threadsafe(self._tell, news),
             on_end=lambda failure: loop.call_soon_threadsafe(self._end, failure),
+            label_logprobs=False,  # the front end does, with the texts of the tokens that it has
         )
         self._engine = _Engine(served, times, thread)
         self._send({"kind": "ready", "facts": asdict(facts), "stats": asdict(read_stats(served, times))})
@@ -148,15 +146,15 @@ class Worker:
         deltas: list[tuple[str, Delta]] = []
         refusals: list[Refusal] = []
         for one in news:
-            ticket, new = one.ticket, one.completion
+            ticket = one.ticket
             request_id = str(ticket.prepared.request_id)
-            if new.finish_reason is None and new.logprobs is None and one.prompt_logprobs is None:
-                tokens.append((request_id, new.index, new.token_ids, new.text))
+            if one.finish_reason is None and one.scores is None and one.prompt_scores is None:
+                tokens.append((request_id, one.index, one.token_ids, one.text))
                 continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
             if ticket.refusal is None:
-                deltas.append((request_id, _make_delta(one)))
+                deltas.append((request_id, make_delta(one)))
             elif one.is_last:
                 refusals.append((request_id, ticket.refusal, "prompt"))
         self._send_news(engine, tokens, deltas, refusals)
@@ -200,8 +198,9 @@ class Worker:
                 reason = str(error) if is_refusal else describe_error(error)
                 self._send({"kind": "swap_refused", "id": swap_id, "reason": reason, "param": "kernels"})
             else:
-                arm = engine.served.arm
-                self._send({"kind": "swapped", "id": swap_id, "first_step": first_step, "arm": arm})
+                served = engine.served
+                now = {"first_step": first_step, "arm": served.arm, "kernels": served._choices}
+                self._send({"kind": "swapped", "id": swap_id, **now})
 
     async def _beat(self) -> None:
         """Sends the engine's counts now and then: they show whether it moves where nobody gets a token."""
@@ -224,19 +223,6 @@ class Worker:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _make_delta(news: News) -> Delta:
-    prompt_scores = make_prompt_scores(news.prompt_logprobs)
-    return Delta(
-        [make_sample(news.completion)],
-        news.is_last,
-        news.error,
-        num_cached_tokens=news.ticket.num_cached_tokens,
-        prompt_logprobs=prompt_scores,
-        times=make_times(news.metrics) if news.is_last else None,
-        at_fault=None if news.error is None else joint_fault(news.ticket.requests),
-    )
 
 
 def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:

@@ -34,7 +34,8 @@ COUNTS = dict.fromkeys(
 class ScriptedWorker:
     def __init__(self, link: socket.socket) -> None:
         self.link = link
-        self.counts = dict(COUNTS)
+        self.counts: dict[str, Any] = dict(COUNTS)
+        self.kernels: dict[str, str] = {}
         self.is_hanging = False
         self.life = 0
 
@@ -63,6 +64,8 @@ class ScriptedWorker:
             os._exit(1)
         if load["name"] == "killed":
             os.kill(os.getpid(), 9)
+        self.kernels = load["options"].get("kernels") or {}
+        self.counts["arm"] = self.kernels
         self.send("ready", facts={"name": load["name"], **FACTS}, stats=self.counts)
         while True:
             if select.select([self.link], [], [], 0.02)[0]:
@@ -70,6 +73,9 @@ class ScriptedWorker:
             self.news()
 
     def obey(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "swap":
+            self.kernels = self.counts["arm"] = self.kernels | message["choices"]
+            self.send("swapped", id=message["id"], first_step=3, arm=self.kernels, kernels=self.kernels)
         if message["kind"] == "abort":
             self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None, None]))
         if message["kind"] != "submit":

@@ -124,6 +124,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, {"modalities": ["text", "audio"]}, "invalid_value", "modalities"),
     (TALK, {"service_tier": "flex"}, "invalid_value", "service_tier"),
     (TALK, {"store": True}, "invalid_value", "store"),
+    (TALK, {"store": 0}, "invalid_value", "store"),
+    (TALK, {"store": 0.0}, "invalid_value", "store"),
 ]  # fmt: skip
 
 

@@ -71,6 +71,34 @@ async def until_ready(client: SupervisedClient) -> None:
         await asyncio.sleep(0.01)
 
 
+def test_a_worker_that_was_started_before_the_loop_is_the_one_that_serves(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    assert client._started is not None
+    early = client._started.process.pid
+
+    async def main() -> None:
+        await client.start()
+        assert client.worker_pid == early
+        os.kill(early, signal.SIGKILL)
+        while client.state != "restarting":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.worker_pid not in (None, early)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_was_started_in_vain_ends_with_its_link(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    started = client._started
+    assert started is not None
+    started.socket.close()
+    assert started.process.wait(20) == 0
+
+
 async def expect_the_end_of_a_killed_stream(client: SupervisedClient) -> None:
     """A stream that has spoken ends with an error within half a second of its worker's death; TimeoutError else."""
     spoken = ask(client, "a", SPEAK_AND_WAIT)
@@ -116,6 +144,24 @@ def test_a_worker_that_takes_no_step_with_unfinished_requests_is_killed(tmp_path
         assert client.worker_pid != pid
 
     serve(tmp_path, main, stall_timeout=0.3)
+
+
+def test_a_worker_that_is_started_again_has_the_kernels_of_the_last_swap(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        given_up = asyncio.ensure_future(client.swap_kernels({"swiglu": "torch"}))
+        await asyncio.sleep(0)
+        given_up.cancel()  # its client has left, and the kernels are swapped all the same
+        swap = await client.swap_kernels({"paged_decode": "split_kv"})
+        expected = {"swiglu": "torch", "paged_decode": "split_kv"}
+        assert client.stats().arm == swap.arm == expected
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().arm == expected
+
+    serve(tmp_path, main, kernels={"swiglu": "fused"})
 
 
 def test_an_idle_worker_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
