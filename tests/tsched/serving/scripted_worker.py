@@ -5,7 +5,6 @@ The model's name is a folder, in which it counts its lives.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
@@ -13,6 +12,8 @@ import struct
 import time
 from pathlib import Path
 from typing import Any
+
+import msgpack
 
 from tsched.serving.link import encode_message
 
@@ -44,7 +45,7 @@ class ScriptedWorker:
         if len(head) < 4:
             os._exit(0)
         body = self.link.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL)
-        return json.loads(body)
+        return dict(msgpack.unpackb(body))
 
     def send(self, kind: str, **rest: Any) -> None:
         self.link.sendall(encode_message({"kind": kind, **rest}))
