@@ -101,6 +101,7 @@ def make_delta(news: News) -> Delta:
         num_cached_tokens=news.ticket.num_cached_tokens,
         prompt_logprobs=prompt_scores,
         times=make_times(news.metrics) if news.is_last else None,
+        at_fault=news.ticket.at_fault,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     SampleDelta,
 )
-from tsched.serving.link import join_deltas
+from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient, restart_delay
 
 
@@ -333,7 +334,9 @@ def test_a_message_arrives_as_it_was_sent_or_is_refused() -> None:
 
 def test_joined_deltas_say_what_both_say() -> None:
     one = Delta([SampleDelta(0, [1], "a", None), SampleDelta(1, [2], "b", [])], False, num_cached_tokens=3)
-    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e")
-    assert join_deltas(one, other) == Delta(
-        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3
+    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e", at_fault="n")
+    both = join_deltas(one, other)
+    assert both == Delta(
+        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3, at_fault="n"
     )
+    assert delta_of(json.loads(json.dumps(both))) == both
