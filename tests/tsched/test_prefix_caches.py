@@ -156,7 +156,11 @@ def test_bug_class_15_only_equal_tokens_hit(name: str) -> None:
 
 
 def test_bug_class_15_nobody_outside_can_work_out_a_digest() -> None:
-    first, second = (make("hash")[0] for _ in range(2))
+    caches = [make("hash") for _ in range(2)]
+    assert len(cut_digests(sequence_of(caches[0][0], PROMPT).prefix)) == 1, "nobody has its first block"
+    for cache, pool in caches:
+        serve(cache, pool, PROMPT)
+    (first, _), (second, _) = caches
     digests = [cut_digests(sequence_of(cache, PROMPT).prefix) for cache in (first, first, second)]
     assert digests[0] == digests[1]
     assert not set(digests[0]) & set(digests[2]), "another process, other digests"

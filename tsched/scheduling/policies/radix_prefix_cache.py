@@ -62,6 +62,15 @@ class RadixPrefixCache(RunCache[_Node]):
         parent.children[child.tokens[: self._width]] = child
         self._note(child)
 
+    def _is_leaf(self, node: _Node) -> bool:
+        return not node.children
+
+    def _extend(self, leaf: _Node, sequence: Sequence, blocks: BlockIds) -> None:
+        size = leaf.blocks.size
+        start = leaf.first + size
+        leaf.tokens = leaf.tokens[: size * self._width] + self._tokens(sequence, start, start + blocks.size)
+        leaf.blocks = np.concatenate((leaf.blocks, blocks))
+
     def _tokens(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Those of the sequence's blocks from place `start` to `end`."""
         return sequence.tokens[start * self._pool.block_size : end * self._pool.block_size].tobytes()

@@ -68,8 +68,16 @@ class RunCache(ABC, Generic[AnyRun]):
         """
 
     @abstractmethod
+    def _is_leaf(self, run: AnyRun) -> bool:
+        """Whether no run follows `run`, which has blocks."""
+
+    @abstractmethod
     def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
         """A new run of `blocks` from the sequence's place `start` on follows all of `parent`."""
+
+    @abstractmethod
+    def _extend(self, leaf: AnyRun, sequence: Sequence, blocks: BlockIds) -> None:
+        """`leaf` goes on with `blocks`, which are the sequence's after all of the leaf's own."""
 
     @abstractmethod
     def _split(self, run: AnyRun, count: int) -> AnyRun:
@@ -106,18 +114,18 @@ class RunCache(ABC, Generic[AnyRun]):
         start = int(np.count_nonzero(pool.is_kept(blocks[:end])))
         if start == end:
             return blocks
-        known, parent = self._find(sequence, start, end, self._run(blocks[start - 1]) if start else None)
-        if known.size:
-            pool.share(known)
-            pool.release(blocks[start : start + known.size])
-            blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
-            start += known.size
+        parent = self._run(blocks[start - 1]) if start else None
+        if parent is None or not self._ends_at(parent, start):  # what comes next may be kept already
+            known, parent = self._find(sequence, start, end, parent)
+            if known.size:
+                pool.share(known)
+                pool.release(blocks[start : start + known.size])
+                blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
+                start += known.size
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
         new = pool.keep_unshared(blocks[start:end])
         if new.size:
-            if parent is not None and start < parent.first + parent.blocks.size:
-                parent = self._split(parent, start - parent.first)
-            self._append(sequence, start, new, parent)
+            self._add(sequence, start, new, parent)
         return blocks
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
@@ -131,6 +139,21 @@ class RunCache(ABC, Generic[AnyRun]):
 
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._unused.num_evictions)
+
+    def _add(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
+        """`blocks`, at the sequence's place `start`, follow those of `parent` before that place, where it has any."""
+        if parent is not None and self._ends_at(parent, start):
+            self._extend(parent, sequence, blocks)
+            self._first_of[blocks.astype(np.intp)] = parent.blocks[0]
+            return
+        if parent is not None and start < parent.first + parent.blocks.size:
+            parent = self._split(parent, start - parent.first)
+        self._append(sequence, start, blocks, parent)
+
+    def _ends_at(self, run: AnyRun, place: int) -> bool:
+        """Whether `run` has blocks up to `place`, and nothing that is kept follows them."""
+        size = run.blocks.size
+        return size > 0 and run.first + size == place and self._is_leaf(run)
 
     def _run(self, block: np.int32) -> AnyRun:
         """The run of the kept `block`."""
