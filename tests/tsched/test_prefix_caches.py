@@ -32,7 +32,7 @@ def make(name: str, num_blocks: int = 16, block_size: int = BLOCK) -> tuple[Cach
 
 
 def sequence_of(cache: Cache, tokens: Items[int], salt: bytes = b"") -> Sequence:
-    sequence = Sequence.create(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
+    sequence = Sequence(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
     cache.prepare(sequence)
     return sequence
 
@@ -250,7 +250,7 @@ def test_what_was_prepared_follows_forks_and_changes(name: str) -> None:
     cache, pool = make(name)
     serve(cache, pool, PROMPT)
     parent = sequence_of(cache, [*PROMPT, 1])
-    child = Sequence.create(99, PROMPT[:18], SamplingParams(), 100)
+    child = Sequence(99, PROMPT[:18], SamplingParams(), 100)
     cache.adopt(child, parent)
     cache.prepare(child)
     assert cache.match(child).size == 4
@@ -351,9 +351,7 @@ class ContentModel:
     def fork(self, place: int) -> None:
         sequence, blocks, computed = self.alive[place]
         if computed == sequence.tokens.size and computed % self.pool.block_size == 0:
-            child = Sequence.create(
-                next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt
-            )
+            child = Sequence(next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt)
             self.cache.adopt(child, sequence)
             self.pool.share(blocks)
             self.alive.append((child, blocks, computed))

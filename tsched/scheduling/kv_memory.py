@@ -73,10 +73,10 @@ class KVMemory:
         if sequence.host_blocks.size:
             return self._restore(sequence, spare)
         cache, states = self.cache, self.states
-        is_new = sequence.blocks.size == 0
-        held = self._match(sequence) if is_new else sequence.blocks
-        num_computed = sequence.num_computed
+        held, num_computed = sequence.blocks, sequence.num_computed
+        is_new = held.size == 0
         if is_new:
+            held = self._match(sequence)
             num_computed = (sequence.first_block + held.size) * self.pool.block_size
         copies = num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])
         missing = self._count_wanted(sequence) - held.size + copies
@@ -92,9 +92,11 @@ class KVMemory:
             self._plan_copies().on_device.append(np.stack((held[-1:], added[:1])))
             cache.release(sequence, held[-1:], 0)
             held = held[:-1]
-        self._holders.pop(sequence.id, None)
-        sequence.blocks, sequence.num_computed = NO_BLOCKS, num_computed
-        return np.concatenate((held, added))
+        sequence.num_computed = num_computed
+        if not is_new:
+            self._holders.pop(sequence.id, None)
+            sequence.blocks = NO_BLOCKS
+        return np.concatenate((held, added)) if held.size else added
 
     def _count_wanted(self, sequence: Sequence) -> int:
         """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""

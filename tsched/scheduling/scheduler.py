@@ -144,23 +144,24 @@ class Scheduler:
         """Queue n sequences of one prompt, which is computed once: the first one's blocks are forked to the others
         when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
         """
-        if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
+        if not 1 <= len(set(sequence_ids)) == len(sequence_ids) == len(params):
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
-        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window) for one in params]
-        group = [
-            Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
-            for i, one, length in zip(sequence_ids, params, lengths, strict=True)
-        ]
+        group = []
+        for i, one in zip(sequence_ids, params, strict=True):
+            length = find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window)
+            group.append(Sequence(i, tokens, one, length, priority=priority, cache_salt=cache_salt))
         for sequence in group:
             self._enlist(sequence, self._num_arrived)
         self._num_arrived += 1
-        self._cache.prepare(group[0])
-        for follower in group[1:]:
-            self._cache.adopt(follower, group[0])
-        self._waiting.add(group[0])
-        self._groups.form(group[0], group[1:])
+        leader = group[0]
+        self._cache.prepare(leader)
+        self._waiting.add(leader)
+        if len(group) > 1:
+            for follower in group[1:]:
+                self._cache.adopt(follower, leader)
+            self._groups.form(leader, group[1:])
         return group
 
     def fork(self, sequence_id: int, new_id: int, params: SamplingParams, *, num_tokens: int | None = None) -> Sequence:
@@ -184,7 +185,7 @@ class Scheduler:
         max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len, self.window)
         if count >= max_length:
             raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
-        child = Sequence.create(
+        child = Sequence(
             new_id,
             tokens[:count],
             params,
