@@ -121,8 +121,11 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
 
     def prepare(self, sequence: Sequence) -> None:
         count = sequence.tokens.size // self._pool.block_size
-        if count and self._digests(sequence, 1)[:DIGEST_SIZE] in self._run_at:
+        if count and self._has_first_of(sequence):
             self._digests(sequence, count)
+
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        return self._digests(sequence, 1)[:DIGEST_SIZE] in self._run_at
 
     def _find(self, sequence: Sequence, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         digests = self._digests(sequence, min(start + 1, end))

@@ -8,8 +8,8 @@ from typing import Generic
 
 import numpy as np
 
-from tsched.scheduling.block_pool import BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats, Left
+from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.policies.run_queue import AnyRun, RunQueue
 from tsched.scheduling.sequence import Sequence
 
@@ -66,6 +66,10 @@ class RunCache(ABC, Generic[AnyRun]):
         """[n] the kept blocks of the sequence's places `start` to `start + n`, at most to `end`, where the next one is
         not kept; and the run of the last block before there. `before` is the run of the block before `start`.
         """
+
+    @abstractmethod
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        """Whether the sequence's first block is kept; it has one."""
 
     @abstractmethod
     def _is_leaf(self, run: AnyRun) -> bool:
@@ -128,12 +132,54 @@ class RunCache(ABC, Generic[AnyRun]):
             self._add(sequence, start, new, parent)
         return blocks
 
+    def insert_each(self, computed: list[Computed]) -> list[BlockIds]:
+        pool = self._pool
+        inserted = [blocks for _, blocks, _ in computed]
+        ends = [num_computed // pool.block_size for _, _, num_computed in computed]
+        joint = np.concatenate([NO_BLOCKS, *(blocks[:end] for blocks, end in zip(inserted, ends, strict=True))])
+        is_kept = pool.is_kept(joint)
+        num_new = joint.size - np.count_nonzero(is_kept)
+        if num_new == 0:
+            return inserted
+        if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
+            return [self.insert(*one) for one in computed]
+        new, searching, place = [], [], 0
+        for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
+            start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
+            place += end
+            if start == end:
+                continue
+            if self._add_unknown(computed[i][0], blocks[:end], start):
+                new.append(blocks[start:end])
+            else:
+                searching.append(i)
+        if new:
+            pool.keep(np.concatenate(new))
+        for i in searching:
+            inserted[i] = self.insert(*computed[i])
+        return inserted
+
+    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> bool:
+        """Add the last of the sequence's `blocks`, from `start` on, if it takes no search to see that nothing like them
+        is kept: its first block is new, or nothing follows the one before `start`. Whether it did.
+        """
+        if start == 0:
+            if self._has_first_of(sequence):
+                return False
+            self._append(sequence, 0, blocks, None)
+            return True
+        run = self._run(blocks[start - 1])
+        if not self._ends_at(run, start):
+            return False
+        self._add(sequence, start, blocks[start:], run)
+        return True
+
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self.release_each([(sequence, blocks, num_computed)])
 
-    def release_each(self, left: list[Left]) -> None:
+    def release_each(self, left: list[Computed]) -> None:
         # All are inserted first: what one has may be what another releases.
-        for cached in self._pool.release_each([self.insert(*one) for one in left]):
+        for cached in self._pool.release_each(self.insert_each(left)):
             if cached.size:
                 self._unused.touch(self._run(cached[-1]))
 
