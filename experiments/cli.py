@@ -9,8 +9,8 @@ from typing import Any, get_args
 import typer
 
 from experiments.commands import requests
-from experiments.engine_flags import EngineFlags
 from experiments.exits import end, import_torch
+from experiments.option_flags import OptionFlags
 from experiments.sampling import SamplingFlags
 
 app = typer.Typer(
@@ -51,10 +51,10 @@ def add_command(
     app.command(name)(command)
 
 
-def find_derived_flags(request: type[Any]) -> dict[str, EngineFlags | SamplingFlags]:
+def find_derived_flags(request: type[Any]) -> dict[str, OptionFlags | SamplingFlags]:
     """By the name of the record's field, flags that follow from another record."""
     marks = ((one.name, mark) for one in fields(request) for mark in get_args(one.type))
-    return {name: mark for name, mark in marks if isinstance(mark, EngineFlags | SamplingFlags)}
+    return {name: mark for name, mark in marks if isinstance(mark, OptionFlags | SamplingFlags)}
 
 
 def _make_parameters(request: type[Any]) -> list[Parameter]:

@@ -53,7 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits engine_flags sampling",
+        "document": "__init__ document exits option_flags sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

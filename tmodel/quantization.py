@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -12,6 +13,9 @@ from tkernels.contract import Value
 from tkernels.variant import AxisRanges
 from tmodel.formats.base import QuantizationFormat, ScaledScheme, Scheme
 from tmodel.json_files import ConfigError
+
+_MAX_SECONDS = 20
+"""For the names of all layers; a thousand of them with as many expressions take two."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,25 @@ class Quantization:
             raise ConfigError("quantization_config: quantized models of this architecture are not supported")
         for shape in self.linears:
             for name, outputs in zip(shape.names, shape.outputs, strict=True):
-                if self.format.scheme(name) is not None:
+                if self.scheme(name) is not None:
                     self.format.check(name, outputs, shape.inputs)
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(name for shape in self.linears for name in shape.names)
+    def _schemes(self) -> dict[str, Scheme | ScaledScheme | None]:
+        """Of each layer that the architecture lists; a config's expressions may make one take long."""
+        begun, schemes = time.process_time(), {}
+        for name in (name for shape in self.linears for name in shape.names):
+            schemes[name] = self.format.scheme(name)
+            if time.process_time() - begun > _MAX_SECONDS:
+                raise ConfigError(
+                    f"quantization_config: {len(schemes)} layers' names took {_MAX_SECONDS} s to match with its "
+                    "regular expressions; those whose repeats are not nested take microseconds"
+                )
+        return schemes
 
     def scheme(self, name: str) -> Scheme | ScaledScheme | None:
         """How layer `name` is stored; None is dense. A layer that the architecture does not list is dense."""
-        return self.format.scheme(name) if name in self._names else None
+        return self._schemes.get(name)
 
     def schemes(self, shape: LinearShape) -> list[Scheme | ScaledScheme | None]:
         """How each part of `shape` is stored; None is dense."""

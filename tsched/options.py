@@ -103,12 +103,12 @@ class Option:
 
     none      what None means, where it is the default
     unit      what a number counts, "" for a share or a seed
-    section   who may say it
+    section   who may say it, of an engine's option
     ge .. lt  the ends of a number's range, by pydantic's names
     choices   the words that a str may be
     check     of an option that is no plain number, flag or word: its value in one spelling, None where it is none
     words     the allowed values of such an option
-    name, annotation, default   those of the field of EngineOptions
+    name, annotation, default   those of the field that declares it
     """
 
     meaning: str
@@ -385,15 +385,19 @@ class EngineOptions:
             raise OptionError("kv_cache_fraction", message)
 
 
+def describe_options(record: type[Any]) -> dict[str, Option]:
+    """The options that the fields of a dataclass declare, by name, in its order."""
+    return {one.name: _describe(one) for one in fields(record)}
+
+
 def _describe(one: Field[Any]) -> Option:
-    """The option that a field of EngineOptions declares."""
     annotation, option = get_args(one.type)
     if isinstance(annotation, ForwardRef):
         annotation = annotation.__forward_arg__
     return replace(option, name=one.name, annotation=annotation, default=one.default)
 
 
-OPTIONS: Mapping[str, Option] = {one.name: _describe(one) for one in fields(EngineOptions)}
+OPTIONS: Mapping[str, Option] = describe_options(EngineOptions)
 """Every option by name, in the record's order."""
 
 SCHEDULER_OPTIONS: Mapping[str, Option] = {name: one for name, one in OPTIONS.items() if one.section == "scheduler"}

@@ -19,7 +19,7 @@ from experiments.divergence.captured_call import CapturedCall, save_call
 from experiments.divergence.finding import LETTERS, Arm, Divergence, Logits, Rounding, WrongPart, find_divergence
 from experiments.divergence.reading import FoundWrong, Token
 from experiments.document import ExperimentError
-from experiments.engine_flags import engine_options, parse_kernels
+from experiments.option_flags import engine_options, parse_kernels
 from experiments.planning.models import named_model
 from experiments.reporting.table_style import make_table
 from experiments.runs.rows import is_odd

@@ -5,7 +5,7 @@ import sys
 from experiments.commands.choices import open_registry
 from experiments.commands.requests import GenerateRequest
 from experiments.document import ExperimentError
-from experiments.engine_flags import parse_kernels
+from experiments.option_flags import parse_kernels
 from experiments.planning.models import open_architectures
 from tsched import LLM, SamplingParams
 

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from experiments.engine_flags import EngineFlags, Given
+from experiments.option_flags import Given, OptionFlags
 from experiments.sampling import FLAG_KEYS, SamplingFlags
 from tsched.options import SCHEDULER_OPTIONS
+from tsched.serving.limits import LIMITS
 
 A_MODEL = (
     "a Hugging Face directory, a trained preset as in tiny, a hub id (owner/name or owner/name@revision), or random "
@@ -276,7 +277,7 @@ class SimulateRequest:
     as_json: Json = False
     engine: Annotated[
         Given,
-        EngineFlags(
+        OptionFlags(
             # There is no device, and block sizes and prefix caches are lists.
             [one for one in SCHEDULER_OPTIONS if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs")],
             aliases={
@@ -303,7 +304,7 @@ class GenerateRequest:
     sampling: Annotated[
         Mapping[str, Any], SamplingFlags(["max_tokens", *FLAG_KEYS], usual={"max_tokens": 64, "temperature": 0.0})
     ] = field(default_factory=dict)
-    engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
+    engine: Annotated[Given, OptionFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,8 @@ class ServeRequest:
     )
     variants_from: VariantsFrom = field(default_factory=list)
     architectures_from: ArchitecturesFrom = field(default_factory=list)
-    engine: Annotated[Given, EngineFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
+    engine: Annotated[Given, OptionFlags(["dtype", "device", *SCHEDULER_OPTIONS])] = field(default_factory=dict)
+    limits: Annotated[Given, OptionFlags([*LIMITS], LIMITS, "Limits")] = field(default_factory=dict)
 
 
 _ARM = "default, transformers, or kernels, op=variant,op=variant"
@@ -354,7 +356,7 @@ class DivergeRequest:
     variants_from: VariantsFrom = field(default_factory=list)
     architectures_from: ArchitecturesFrom = field(default_factory=list)
     as_json: Json = False
-    engine: Annotated[Given, EngineFlags(["dtype", "device"])] = field(default_factory=dict)
+    engine: Annotated[Given, OptionFlags(["dtype", "device"])] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

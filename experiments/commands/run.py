@@ -80,6 +80,8 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     if sweep.document.full is not None or sweep.is_full:
         sizes, other = ("full", "--no-full") if sweep.is_full else ("small", "--full")
         progress.print(Text(f"in its {sizes} sizes; {other} for the others"), soft_wrap=True)
+    if sweep.experiment.serving is not None:
+        progress.print(Text("serving: its limits are for tk serve; a run has no use for them"), soft_wrap=True)
     try:
         with _interrupted_by_signals():
             folder = run_experiment(

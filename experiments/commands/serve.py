@@ -10,8 +10,9 @@ from typing import Any
 
 from experiments.commands.requests import ServeRequest
 from experiments.document import ExperimentError, read_document
-from experiments.engine_flags import engine_options, parse_kernels
-from experiments.planning.layout import lay_out
+from experiments.option_flags import engine_options, parse_kernels
+from tsched.options import OptionError
+from tsched.serving.limits import ServerLimits
 
 _EXTRA = ("fastapi", "uvicorn", "limits", "prometheus_client")
 
@@ -27,18 +28,27 @@ def run(request: ServeRequest) -> int:
         served = _served_by_flags(request)
     elif request.engine or request.kernels or request.variants_from or request.architectures_from:
         raise ExperimentError([f"{request.model}: says kernels and the engine's options itself; leave out their flags"])
-    from tsched.serving.app import create_app
     from tsched.serving.auth import KeyFileError, read_keys
-    from tsched.serving.http import ServerStartError, open_socket, serve
+    from tsched.serving.listening import ServerStartError, open_socket
     from tsched.serving.supervisor import SupervisedClient
 
+    limits = _make_limits({**served.limits, **request.limits})
     try:
         keys = None if request.api_key_file is None else read_keys(request.api_key_file)
         listening = open_socket(request.host, request.port)
         client = SupervisedClient(
-            served.model, request.name, variants_from=served.variants_from, **served.engine, kernels=served.kernels
+            served.model,
+            request.name,
+            stall_timeout=limits.stall_timeout,
+            variants_from=served.variants_from,
+            **served.engine,
+            kernels=served.kernels,
         )
-        app = create_app(client, keys=keys, chat_template=request.chat_template)
+        client.start_early()
+        from tsched.serving.app import create_app  # takes as long as a third of torch, beside it
+        from tsched.serving.http import serve
+
+        app = create_app(client, limits, keys=keys, chat_template=request.chat_template)
         host, port = listening.getsockname()[:2]
         print(f"serving {served.model} at http://{host}:{port}/v1", flush=True)
         serve(app, listening)
@@ -55,27 +65,41 @@ class Served:
         model: As of AsyncLLM.
         kernels: Op -> variant, or variant -> pins.
         engine: The engine's other options.
+        limits: Those of the server that are not at their defaults.
         variants_from: Folders of more kernel variants.
     """
 
     model: str
     kernels: Mapping[str, Any]
     engine: Mapping[str, Any]
+    limits: Mapping[str, Any]
     variants_from: Sequence[str]
+
+
+def _make_limits(given: Mapping[str, Any]) -> ServerLimits:
+    """The record of the limits that were given; ExperimentError names one that is wrong."""
+    try:
+        return ServerLimits(**given)
+    except OptionError as error:
+        raise ExperimentError([str(error)]) from None
 
 
 def _served_by_flags(request: ServeRequest) -> Served:
     engine_options(request.engine)
     engine = {**request.engine, "architectures_from": [str(folder) for folder in request.architectures_from]}
-    return Served(request.model, parse_kernels(request.kernels), engine, [str(one) for one in request.variants_from])
+    return Served(
+        request.model, parse_kernels(request.kernels), engine, {}, [str(one) for one in request.variants_from]
+    )
 
 
 def read_served(file: Path) -> Served:
-    """What an experiment's `model`, `dtype`, `device`, `kernels`, `scheduler` and folders say. Loads no torch.
+    """What an experiment's sections `model` to `serving` say of a server. Loads no torch.
 
     Raises:
         ExperimentError: It is no sound experiment, has no model, or has an axis: a server has one arm.
     """
+    from experiments.planning.layout import lay_out  # the whole schema, which flags need nothing of
+
     layout = lay_out(read_document(file))[0]
     experiment, source = layout.experiment, layout.parts[0].model
     (arm, *others), several = layout.parts[0].arms, len(layout.parts) > 1
@@ -95,4 +119,5 @@ def read_served(file: Path) -> Served:
     }
     given = {"dtype": layout.parts[0].dtype, "device": experiment.device}
     engine |= {name: str(value) for name, value in given.items() if value is not None}
-    return Served(model, arm.choices, engine, [str(folder / one) for one in experiment.variants_from])
+    limits = {} if experiment.serving is None else experiment.serving.model_dump(exclude_unset=True)
+    return Served(model, arm.choices, engine, limits, [str(folder / one) for one in experiment.variants_from])

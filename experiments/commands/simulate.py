@@ -12,8 +12,8 @@ from rich.text import Text
 from experiments.commands.output import print_json, progress_bar
 from experiments.commands.requests import SimulateRequest
 from experiments.document import ExperimentError
-from experiments.engine_flags import engine_options
 from experiments.exits import parse_names
+from experiments.option_flags import engine_options
 from experiments.reporting.table_style import make_table
 from experiments.simulation.arms import UNBOUNDED, Arm, Setup, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu

@@ -23,6 +23,7 @@ from experiments.schema.names import Device, File, Folder, KnownNames, Peer, pre
 from experiments.schema.values import Count, Strict, Swept, as_list
 from experiments.schema.workload import Workload
 from tsched.options import SCHEDULER_OPTIONS, DtypeName
+from tsched.serving.limits import LIMITS
 from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ if TYPE_CHECKING:
     class SchedulerOptions(Strict):
         def __getattr__(self, option: str) -> list[Any] | None: ...
 
+    class ServingLimits(Strict): ...
+
 else:
     SchedulerOptions = create_model(
         "SchedulerOptions",
@@ -92,6 +95,13 @@ else:
             name: (Swept[Annotated[Any, PlainValidator(option.check_value)]] | None, None)
             for name, option in SCHEDULER_OPTIONS.items()
         },
+    )
+
+    ServingLimits = create_model(
+        "ServingLimits",
+        __base__=Strict,
+        __doc__="The limits of `tk serve`. A key that is absent has its default; none is an axis.",
+        **{name: (Annotated[Any, PlainValidator(limit.check_value)], limit.default) for name, limit in LIMITS.items()},
     )
 
 
@@ -146,6 +156,7 @@ class Experiment(Strict):
 
     scheduler: a list is of sets of options, each with arms of its own, for options that only go together.
     batching: continuous, or static: as many requests as the engine has rows, and no other before the last of them ends.
+    serving: what `tk serve` bounds; a run serves without a server, and says that it leaves them out.
     kernels: op -> variants. shapes: op -> points of its contract to check and time, besides those of the workload.
     repeats: timed rounds of an engine or a peer in its process. replicates: of what is timed, each in processes of its
     own, those of arms and peers in turns. timeout: seconds that one task may take; None is for ever. seed: of the
@@ -168,6 +179,7 @@ class Experiment(Strict):
     workload: Annotated[list[Workload], BeforeValidator(as_list)] = []
     peers: list[Peer] = []
     quantization: Quantization | None = None
+    serving: ServingLimits | None = None
     repeats: Count = 3
     replicates: Count = 1
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

@@ -23,6 +23,14 @@ from tkernels.workspace import Buffer
 _UNTUNED = 1
 """The value of ALGORITHM that leaves the choice to reasoning; the algorithms are the values after it."""
 
+SPLIT_K_TOKENS = 64
+"""By reasoning: so many tokens are one row of tiles, far fewer than fill a device, unless K is split."""
+
+
+def split_k_or_tiled(axes: Axes, tuned: tuple[str, ...]) -> tuple[str, ...]:
+    """What to try, where an op has these two: one that does not take so many tokens gives way to the default."""
+    return (*tuned, "split_k" if int(axes["M"]) <= SPLIT_K_TOKENS else "tiled")
+
 
 @dataclass(frozen=True)
 class Algorithms:

@@ -21,7 +21,6 @@ Formats "int-quantized", "float-quantized" and "naive-quantized", weights and in
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -49,7 +48,7 @@ from tmodel.formats.base import (
     read_words,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
-from tmodel.formats.patterns import find_pattern_fault
+from tmodel.formats.patterns import find_pattern_fault, matches
 from tmodel.formats.scaled import (
     check_scaled,
     make_weight,
@@ -256,10 +255,12 @@ class CompressedTensors(BaseModel):
 
     def find_group(self, layer: str) -> Group | None:
         """The settings of a layer; None where it is dense. A name wins over a pattern, and a pattern over a class."""
-        if any(_rank_match(pattern, layer) for pattern in self.ignore):
+        if any(_rank_match(pattern, layer, "ignore") for pattern in self.ignore):
             return None
         ranked = [
-            (_rank_match(target, layer), group) for group in self.config_groups.values() for target in group.targets
+            (_rank_match(target, layer, f"config_groups.{name}.targets"), group)
+            for name, group in self.config_groups.items()
+            for target in group.targets
         ]
         rank, group = max(ranked, key=lambda pair: pair[0], default=(0, None))  # of equal ranks the first wins
         return group if rank else None
@@ -412,8 +413,8 @@ def _encode_eight_bits(
     return tensors if weight.input_scale is None else {**tensors, "input_scale": weight.input_scale}
 
 
-def _rank_match(pattern: str, layer: str) -> int:
-    """How a target matches a layer: 3 by name, 2 by a pattern, 1 by its class, 0 not at all."""
+def _rank_match(pattern: str, layer: str, field: str) -> int:
+    """How a target in `field` matches a layer: 3 by name, 2 by a pattern, 1 by its class, 0 not at all."""
     if pattern.startswith("re:"):
-        return 2 if re.match(pattern.removeprefix("re:"), layer) else 0
+        return 2 if matches(pattern.removeprefix("re:"), layer, field) else 0
     return 3 if pattern == layer else int(pattern == _CLASS)

@@ -11,7 +11,6 @@ Source: DeepSeek-AI, DeepSeek-V3, 2024, section 3.3.2.
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +19,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from tkernels.quantized.row_codes import BLOCK
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tmodel.formats.base import ScaledScheme, make_dense_layer_error
-from tmodel.formats.patterns import find_pattern_fault
+from tmodel.formats.patterns import find_pattern_fault, matches
 from tmodel.formats.scaled import check_scaled, make_weight, read_codes, read_input_scale, read_scales
 from tmodel.weights import Checkpoint
 
@@ -117,7 +116,7 @@ class FP8(BaseModel):
 
 def _matches(pattern: str, layer: str) -> bool:
     """Whether a layer is the one that a pattern names, or within it."""
-    return layer.endswith(pattern) or re.match(_within(pattern), layer) is not None
+    return layer.endswith(pattern) or matches(_within(pattern), layer, "modules_to_not_convert")
 
 
 def _within(pattern: str) -> str:

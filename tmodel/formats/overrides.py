@@ -6,12 +6,11 @@ The first expression that matches from the beginning of a layer's name counts. "
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from tmodel.formats.base import Parsed, drop_nulls, parse_settings
-from tmodel.formats.patterns import find_pattern_fault
+from tmodel.formats.patterns import find_pattern_fault, matches
 from tmodel.json_files import ConfigError
 
 Dynamic = dict[str, dict[str, Any]]
@@ -27,7 +26,7 @@ def find_override(dynamic: Dynamic | None, layer: str) -> tuple[bool, Mapping[st
     """(whether `layer` is kept dense, what differs for it); None where no expression matches."""
     for pattern, overrides in (dynamic or {}).items():
         is_dense, expression = _split(pattern)
-        if re.match(expression, layer):
+        if matches(expression, layer, "dynamic"):
             return is_dense, overrides
     return None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from tsched.serving import admin
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
+from tsched.serving.docs_page import docs_headers, render_docs
 from tsched.serving.engine_client import EngineClient
 from tsched.serving.exchange import Exchange
 from tsched.serving.front_end import FrontEnd
@@ -25,7 +27,7 @@ from tsched.serving.gate import Gate
 from tsched.serving.limits import ServerLimits
 from tsched.serving.local_client import LocalClient
 from tsched.serving.protocol import chat, completions
-from tsched.serving.protocol.errors import ApiError, document_errors
+from tsched.serving.protocol.errors import ApiError, ErrorBody, document_errors
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.models import ModelCard, ModelList
 from tsched.serving.protocol.sampling import GenerationRequest, WireModel
@@ -39,12 +41,13 @@ from tsched.serving.protocol.tokenization import (
 from tsched.serving.requests import check_ids, check_model
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
-_BODIES: tuple[type[WireModel], ...] = (
+_BODIES: tuple[type[BaseModel], ...] = (
     completions.CompletionRequest,
     chat.ChatRequest,
     TokenizeRequest,
     DetokenizeRequest,
     admin.SwapRequest,
+    chat.ChatChunk,
 )
 _STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
@@ -81,7 +84,13 @@ def create_app(
 
     # A redirect would lead to whatever host the request names.
     app = FastAPI(
-        title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY, redirect_slashes=False
+        title="tkernels",
+        version=version("tkernels"),
+        lifespan=lifespan,
+        responses=_ANY,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages fetch scripts from elsewhere
+        redoc_url=None,
     )
     app.state.front_end = front
     _add_errors(app)
@@ -90,6 +99,7 @@ def create_app(
     _add_tokenization(app, front)
     _add_health(app, front)
     _add_admin(app, front)
+    _add_docs(app)
     app.add_middleware(Gate, front=front)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -127,26 +137,44 @@ def _add_errors(app: FastAPI) -> None:
         return say(wrong, error.headers)
 
 
-def _post(app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: Any) -> Callable[[Any], Any]:
-    """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did."""
+def _post(
+    app: FastAPI, path: str, kind: type[WireModel], answer: Any, example: Any, chunk: type[BaseModel] | None = None
+) -> Callable[[Any], Any]:
+    """Adds a route that reads its own body, with bounds, and is documented as if FastAPI did.
+
+    Args:
+        chunk: Of its streams; None where it has none.
+    """
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
-    content = {_STREAM: {"schema": {"type": "string"}}} if issubclass(kind, GenerationRequest) else {}
+    content = {} if chunk is None else {_STREAM: _describe_events(chunk)}
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
 
 
+def _describe_events(chunk: type[BaseModel]) -> dict[str, Any]:
+    """A stream of chunks, with an error or [DONE] at its end, as FastAPI writes streams of events."""
+    chunks = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (chunk, ErrorBody)]
+    content = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": chunks}}
+    data = {"anyOf": [{"const": "[DONE]"}, content]}
+    return {"itemSchema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
+
+
 def _add_generation(app: FastAPI, front: FrontEnd) -> None:
-    def answer(kind: type[GenerationRequest]) -> Callable[[Request], Any]:
+    def answer(kind: type[GenerationRequest], meaning: str) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
             return Exchange(front, kind, request.state.tenant)
 
+        handle.__doc__ = meaning
         handle.__name__ = f"create_{kind.__name__.removesuffix('Request').lower()}"
         return handle
 
     text, talk = completions.CompletionRequest, chat.ChatRequest
-    _post(app, "/v1/completions", text, completions.Completion, completions.EXAMPLE)(answer(text))
-    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE)(answer(talk))
+    whole = completions.Completion
+    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text, "Continues prompts."))
+    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(
+        answer(talk, "Answers a chat.")
+    )
 
 
 def _add_models(app: FastAPI, front: FrontEnd) -> None:
@@ -154,10 +182,12 @@ def _add_models(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/v1/models", responses=unready)
     async def list_models() -> ModelList:
+        """The served model."""
         return ModelList(data=[ModelCard.describe(front.facts())])
 
     @app.get("/v1/models/{model:path}", responses=unready | document_errors([404]))
     async def show_model(model: str) -> ModelCard:
+        """The served model, by its name."""
         check_model(model, front.facts())
         return ModelCard.describe(front.facts())
 
@@ -171,6 +201,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @_post(app, "/tokenize", TokenizeRequest, Tokens, {"prompt": "def main("})
     async def tokenize(request: Request) -> Response:
+        """The tokens of a text, as vLLM has it."""
         asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
         facts, codec = front.facts(), need_codec("prompt")
         check_model(asked.model, facts)
@@ -181,6 +212,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:
+        """The text of tokens, as vLLM has it."""
         asked = parse_request(DetokenizeRequest, await read_body(request.scope, request.receive, front.limits))
         facts, codec = front.facts(), need_codec("tokens")
         check_model(asked.model, facts)
@@ -190,6 +222,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/tokenizer_info", responses=document_errors([400, 503]))
     async def show_tokenizer() -> TokenizerInfo:
+        """What is known of the tokenizer, its chat template included."""
         codec = need_codec("model")
         return codec.describe(None if front.template is None else front.template.source)
 
@@ -219,6 +252,7 @@ def _add_health(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
+        """The version of the server."""
         return {"version": version("tkernels")}
 
     @app.get("/load", responses=document_errors([503]))
@@ -245,6 +279,12 @@ def _add_admin(app: FastAPI, front: FrontEnd) -> None:
         """Swaps kernels between two steps; needs an admin's key."""
         asked = parse_request(admin.SwapRequest, await read_body(request.scope, request.receive, front.limits))
         return JSONResponse((await admin.swap_kernels(front.client, asked)).model_dump())
+
+
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def show_docs() -> Response:
+        return Response(render_docs(app.openapi()), media_type="text/html", headers=docs_headers())
 
 
 async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:

@@ -1,54 +1,107 @@
-"""Every bound and time-out of the server, in one record."""
+"""Every bound and time-out of the server, in one record: type, default, range, unit and meaning.
 
-from __future__ import annotations
+`tk serve` has a flag for each, an experiment's section `serving` a key, and docs/serving.md a row. A new one is one
+more field here, and where it acts. None is a value where it is the default.
+"""
 
-import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from tsched.options import COUNT_END, Option, describe_options
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """What the server takes, and how long it waits. None is no bound, except where it says otherwise.
+    """What the server takes, and how long it waits.
 
-    Attributes:
-        max_header_bytes: Of a request's headers; more are refused with 431.
-        max_body_bytes: Of a request's body; more are refused with 413.
-        header_timeout: Seconds for a request's headers to come; the connection is closed after them.
-        body_timeout: Seconds for its body to come; 408 after them.
-        keep_alive_timeout: Seconds that a connection may stay idle.
-        write_timeout: Seconds that a reader may leave a full connection unread; its request is aborted after them.
-        queue_timeout: Seconds to the first token; 504 after them.
-        request_timeout: Seconds in all; 504 after them, or an error frame in a stream. A request may ask for less.
-        drain_timeout: Seconds that running requests have to end after the first SIGTERM.
-        max_in_flight: Completions in work or waiting; 429 above. None is four times max_num_seqs.
-        max_waiting_tokens: Prompt tokens that wait for their first output token, bytes / 4 until they are counted; 429
-            above. None is twice what the KV cache holds.
-        requests_per_minute: Of each key; 429 above.
-        tokens_per_minute: Of each key, prompts and asked outputs; 429 above.
-        tokenizer_threads: Threads that turn text into tokens.
+    Raises:
+        OptionError: A value has another type or is outside its range. The message names the limit, what is allowed and
+            what was given.
     """
 
-    max_header_bytes: int = 32 << 10
-    max_body_bytes: int = 4 << 20
-    header_timeout: float = 10.0
-    body_timeout: float = 30.0
-    keep_alive_timeout: float = 60.0
-    write_timeout: float = 30.0
-    queue_timeout: float = 60.0
-    request_timeout: float = 600.0
-    drain_timeout: float = 30.0
-    max_in_flight: int | None = None
-    max_waiting_tokens: int | None = None
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    tokenizer_threads: int = 2
+    max_header_bytes: Annotated[
+        int,
+        Option(
+            "most bytes of a request's headers, above which it is refused with 431", unit="bytes", ge=256, lt=COUNT_END
+        ),
+    ] = 32 << 10
+    max_body_bytes: Annotated[
+        int,
+        Option("most bytes of a request's body, above which it is refused with 413", unit="bytes", ge=1, lt=COUNT_END),
+    ] = 4 << 20
+    header_timeout: Annotated[
+        float,
+        Option("seconds for a request's headers to come, after which the connection is closed", unit="seconds", gt=0),
+    ] = 10.0
+    body_timeout: Annotated[
+        float, Option("seconds for a request's body to come, 408 after them", unit="seconds", gt=0)
+    ] = 30.0
+    keep_alive_timeout: Annotated[float, Option("seconds that a connection may stay idle", unit="seconds", gt=0)] = 60.0
+    write_timeout: Annotated[
+        float,
+        Option(
+            "seconds that a reader may leave a full connection unread before its request is aborted",
+            unit="seconds",
+            gt=0,
+        ),
+    ] = 30.0
+    queue_timeout: Annotated[
+        float, Option("seconds to a request's first token, 504 after them", unit="seconds", gt=0)
+    ] = 60.0
+    request_timeout: Annotated[
+        float,
+        Option(
+            "seconds of a request in all, 504 after them; the header x-request-timeout asks for less",
+            unit="seconds",
+            gt=0,
+        ),
+    ] = 600.0
+    ping_interval: Annotated[
+        float, Option("seconds of silence in a stream before a comment says that it goes on", unit="seconds", gt=0)
+    ] = 15.0
+    drain_timeout: Annotated[
+        float, Option("seconds that running requests have to end after the first SIGTERM", unit="seconds", gt=0)
+    ] = 30.0
+    stall_timeout: Annotated[
+        float,
+        Option(
+            "seconds that a worker with unfinished requests may take no step before it is killed", unit="seconds", gt=0
+        ),
+    ] = 120.0
+    max_in_flight: Annotated[
+        int | None,
+        Option("most completions in work or waiting, 429 above", none="four times max_num_seqs", ge=1, lt=COUNT_END),
+    ] = None
+    max_waiting_tokens: Annotated[
+        int | None,
+        Option(
+            "most prompt tokens that wait for their first output token, 429 above",
+            none="twice what the KV cache holds",
+            unit="tokens",
+            ge=1,
+            lt=COUNT_END,
+        ),
+    ] = None
+    requests_per_minute: Annotated[
+        int | None, Option("most requests of each key in a minute, 429 above", none="no bound", ge=1, lt=COUNT_END)
+    ] = None
+    tokens_per_minute: Annotated[
+        int | None,
+        Option(
+            "most tokens of each key in a minute, prompts and asked outputs, 429 above",
+            none="no bound",
+            unit="tokens",
+            ge=1,
+            lt=COUNT_END,
+        ),
+    ] = None
+    tokenizer_threads: Annotated[int, Option("threads that turn text into tokens", ge=1, le=256)] = 2
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value, is_count = getattr(self, one.name), "int" in str(one.type)
-            if value is None and "None" in str(one.type):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int if is_count else (int, float)):
-                raise ValueError(f"{one.name} must be {'an integer' if is_count else 'a number'}, got {value!r}")
-            if not 0 < value < math.inf:
-                raise ValueError(f"{one.name} must be above 0 and finite, got {value!r}")
+        for one in LIMITS.values():
+            object.__setattr__(self, one.name, one.check_value(getattr(self, one.name)))
+
+
+LIMITS: Mapping[str, Option] = describe_options(ServerLimits)
+"""Every limit by name, in the record's order."""

@@ -20,16 +20,17 @@ from tests.tmodel.packed import load
 from tkernels.quantized.weight import dequantize
 from tmodel import ConfigError, WeightError, load_config
 from tmodel.formats import AWQ, GPTQ, FormatWarning, SqueezeLLM, parse_format
+from tmodel.quantization import LinearShape, Quantization
 
 GPTQ_4 = settings(Kind("gptq", 4, 32))
 AWQ_4 = settings(Kind("awq", 4, 32))
 COMPRESSED_4 = settings(Kind("compressed-tensors", 4, 32))
+GROUP = COMPRESSED_4["config_groups"]["group_0"]
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
     """COMPRESSED_4 with changes to its one group's weights."""
-    group = COMPRESSED_4["config_groups"]["group_0"]
-    return {**COMPRESSED_4, "config_groups": {"g": {**group, "weights": {**group["weights"], **changes}}}}
+    return {**COMPRESSED_4, "config_groups": {"g": {**GROUP, "weights": {**GROUP["weights"], **changes}}}}
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({**GPTQ_4, "dynamic": {"+:.*": {"bits": 6}}}, r"dynamic\['\+:\.\*'\]: bits: 6 bits; supported are .*planar"),
         ({**GPTQ_4, "dynamic": {"+:(": {}}}, r"dynamic\['\+:\('\]: .*unterminated"),
         ({**GPTQ_4, "dynamic": {"+:a{99999999999999}": {}}}, "the repetition number is too large"),
+        ({**GPTQ_4, "dynamic": {"+:((a{100}){100}){100}": {}}}, "its repeats multiply to more than 10000"),
         ({**GPTQ_4, "dynamic": {"-:" + "(" * 9000 + ")" * 9000: {}}}, "recursion"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"bitz": 8}}}, "unknown bitz; supported are bits, group_size, desc_act, sym"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"pack_dtype": "int8"}}}, "pack_dtype: .*'int32', got 'int8'"),
@@ -99,6 +101,39 @@ def test_a_config_that_is_not_supported(write_checkpoint: WriteCheckpoint, quant
     directory = write_checkpoint({}, **{**SHAPE, "quantization_config": quantization})
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
         load_config(directory)
+
+
+NESTED = "(?:(.+?)(.+?))+(?:jx|px)"
+"""It goes through every way of cutting a name into parts, 2**30 of them."""
+
+
+@pytest.mark.parametrize(
+    ("quantization", "field"),
+    [
+        ({**GPTQ_4, "dynamic": {f"-:{NESTED}": {}}}, "dynamic"),
+        ({**AWQ_4, "dynamic": {NESTED: {}}}, "dynamic"),
+        ({**COMPRESSED_4, "ignore": [f"re:{NESTED}"]}, "ignore"),
+        ({**COMPRESSED_4, "config_groups": {"g": {**GROUP, "targets": [f"re:{NESTED}"]}}}, "config_groups.g.targets"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "modules_to_not_convert": [NESTED]},
+            "modules_to_not_convert",
+        ),
+    ],
+)  # fmt: skip
+def test_an_expression_without_an_end_is_stopped(
+    write_checkpoint: WriteCheckpoint, quantization: dict[str, Any], field: str
+) -> None:
+    directory = write_checkpoint({}, **{**SHAPE, "quantization_config": quantization})
+    with pytest.raises(ConfigError, match=rf"config\.json: quantization_config: {field}: .*is not matched") as caught:
+        load_config(directory)
+    assert NESTED in str(caught.value)
+    assert "'model.layers.0." in str(caught.value)
+
+
+def test_expressions_that_each_take_long_are_stopped_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tmodel.quantization._MAX_SECONDS", 0)
+    with pytest.raises(ConfigError, match="quantization_config: 1 layers' names took 0 s to match"):
+        Quantization(GPTQ(bits=4, group_size=32), (LinearShape(("a.b", "a.c"), (32, 32), 32),))
 
 
 @pytest.mark.parametrize(

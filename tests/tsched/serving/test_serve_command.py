@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from experiments.commands.requests import ServeRequest
 from experiments.commands.serve import read_served, run
 from experiments.document import ExperimentError
+from tsched.options import Option
+from tsched.serving.limits import LIMITS, ServerLimits
 from tsched.serving.supervisor import SupervisedClient
 
 ROOT = Path(__file__).parents[3]
@@ -32,6 +35,9 @@ def test_the_example_of_both_pages_prints_text_and_sigterm_ends_the_server(
         source = example.replace("http://127.0.0.1:8000/v1", base.group()).replace('"none"', '"none", max_retries=100')
         exec(source, {})
         assert len(capsys.readouterr().out) > 8
+        loaded = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in loaded
+        assert "triton" not in loaded
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     assert process.returncode == 0, log
@@ -73,12 +79,14 @@ model: {preset: tiny}
 dtype: float32
 kernels: {paged_decode: {split_kv: {num_splits: 4}}, swiglu: fused}
 scheduler: {prefix_cache: radix, max_num_seqs: 4}
+serving: {queue_timeout: 5, max_in_flight: 16}
 """
     file.write_text(text)
     served = read_served(file)
     assert served.model == "tiny"
     assert served.kernels == {"paged_decode": {"split_kv": {"num_splits": 4}}, "swiglu": "fused"}
     assert {"prefix_cache": "radix", "max_num_seqs": 4, "dtype": "float32"}.items() <= served.engine.items()
+    assert served.limits == {"queue_timeout": 5, "max_in_flight": 16}
     SupervisedClient(served.model, kernels=served.kernels, **served.engine)  # the options are an engine's
     for written, instead, said in (
         ("swiglu: fused", "swiglu: [torch, fused]", "sweeps swiglu"),
@@ -86,10 +94,39 @@ scheduler: {prefix_cache: radix, max_num_seqs: 4}
         ("{preset: tiny}", "[{preset: tiny}, {preset: tiny-llama}]", "a server has one arm"),
         ("dtype: float32", "batching: static", "batches continuously"),
         ("model: {preset: tiny}", "seed: 1", "needs"),
+        (
+            "queue_timeout: 5",
+            "queue_timeout: [5, 6]",
+            r"serving.queue_timeout .*must be a number above 0, got \[5",
+        ),
+        ("max_in_flight: 16", "max_in_flight: 0", r"serving.max_in_flight .*must be None or an integer .*, got 0"),
+        ("queue_timeout: 5", "queue_timeot: 5", "unknown key: .*did you mean 'queue_timeout'"),
     ):
         file.write_text(text.replace(written, instead))
         with pytest.raises(ExperimentError, match=said):
             read_served(file)
+
+
+def test_a_flag_goes_over_the_files_limit_and_all_limits_reach_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "served.yaml"
+    file.write_text(
+        "name: a\nmodel: {preset: tiny}\nserving: {queue_timeout: 5, drain_timeout: 7.5, stall_timeout: 3}\n"
+    )
+    apps: list[FastAPI] = []
+    monkeypatch.setattr("tsched.serving.http.serve", lambda app, listening: apps.append(app) or listening.close())
+    assert run(ServeRequest(str(file), port=0, limits={"queue_timeout": 6.0, "max_body_bytes": 1000})) == 0
+    front = apps[0].state.front_end
+    given = {"queue_timeout": 6.0, "drain_timeout": 7.5, "stall_timeout": 3.0, "max_body_bytes": 1000}
+    assert front.limits == ServerLimits(**given)
+    assert front.client._stall_timeout == 3.0
+
+
+@pytest.mark.parametrize("one", LIMITS.values(), ids=lambda one: str(one.name))
+def test_the_page_has_a_row_for_each_limit(one: Option) -> None:
+    row = f"| `{one.name}` | {one.usual} | {one.meaning} |"
+    assert row in (ROOT / "docs/serving.md").read_text(encoding="utf-8").splitlines()
 
 
 def test_a_missing_extra_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,10 @@ import torch
 from tkernels import Run, Variant
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
-from tkernels.ops.algorithms import Algorithms
+from tkernels.ops.algorithms import Algorithms, split_k_or_tiled
 from tkernels.ops.code_sums import unsupported_sums
-from tkernels.ops.scaled_matmul.auto import in_order
 
-ALGORITHMS = Algorithms("block_scaled_matmul", ("split_k", "tiled"), in_order)
+ALGORITHMS = Algorithms("block_scaled_matmul", ("split_k", "tiled"), split_k_or_tiled)
 
 
 def launch(

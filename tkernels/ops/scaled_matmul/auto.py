@@ -5,27 +5,13 @@ Wins wherever the number of tokens varies: see `algorithms`.
 
 import torch
 
-from tkernels import Axes, Run, Variant
+from tkernels import Run, Variant
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
-from tkernels.ops.algorithms import Algorithms
+from tkernels.ops.algorithms import Algorithms, split_k_or_tiled
 from tkernels.ops.code_sums import unsupported_sums
 
-SPLIT_K_TOKENS = 64
-"""By reasoning: so many tokens are one row of tiles, far fewer than fill a device, unless K is split."""
-
-
-def by_tokens(tokens: int) -> str:
-    """The algorithm for a number of tokens where nothing was tuned."""
-    return "split_k" if tokens <= SPLIT_K_TOKENS else "tiled"
-
-
-def in_order(axes: Axes, tuned: tuple[str, ...]) -> tuple[str, ...]:
-    """What to try: one that does not take so many tokens gives way to the default."""
-    return (*tuned, by_tokens(int(axes["M"])))
-
-
-ALGORITHMS = Algorithms("scaled_matmul", ("split_k", "tiled"), in_order)
+ALGORITHMS = Algorithms("scaled_matmul", ("split_k", "tiled"), split_k_or_tiled)
 
 
 def launch(

@@ -1,4 +1,4 @@
-"""The engine's options as flags: those of the record, with its words, and its refusals."""
+"""Options as flags, the engine's and the server's limits: those of their records, with their words and refusals."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from experiments.cli import app
 from experiments.commands import generate, simulate
 from tests.tsched.test_options import NUMBERS
 from tsched.options import OPTIONS, SCHEDULER_OPTIONS, Option
+from tsched.serving.limits import LIMITS
 
 TRACE = Path(__file__).parent / "simulation" / "data" / "azure.csv"
 COMMANDS: dict[str, tuple[list[str], set[str]]] = {
@@ -26,6 +27,8 @@ COMMANDS: dict[str, tuple[list[str], set[str]]] = {
     ),
 }
 FLAGS = [(command, OPTIONS[name]) for command, (_, names) in COMMANDS.items() for name in sorted(names)]
+COMMANDS["serve"] = (["nowhere"], COMMANDS["generate"][1])
+FLAGS += [("serve", one) for one in LIMITS.values()]
 
 
 def tk(command: str, *arguments: Any) -> Result:
@@ -40,12 +43,14 @@ def flag(one: Option) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_flags_are_the_records_with_its_words(command: str) -> None:
     shown = [one for one in typer.main.get_command(app).commands[command].params if not one.hidden]  # type: ignore[attr-defined]
-    panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == "Engine"}
-    assert panel.keys() == COMMANDS[command][1]
-    for name, one in panel.items():
-        meaning = OPTIONS[name].meaning
-        assert one.opts == [flag(OPTIONS[name])]
-        assert one.help.startswith(f"{meaning[0].upper()}{meaning[1:]}; ")
+    limits = {"Limits": (LIMITS, {*LIMITS})} if command == "serve" else {}
+    for heading, (known, names) in {"Engine": (OPTIONS, COMMANDS[command][1]), **limits}.items():
+        panel = {one.name: one for one in shown if getattr(one, "rich_help_panel", None) == heading}
+        assert panel.keys() == names
+        for name, one in panel.items():
+            meaning = known[name].meaning
+            assert one.opts == [flag(known[name])]
+            assert one.help.startswith(f"{meaning[0].upper()}{meaning[1:]}; ")
 
 
 def wrong_words(one: Option) -> st.SearchStrategy[str]:
@@ -57,7 +62,7 @@ def wrong_words(one: Option) -> st.SearchStrategy[str]:
 
 @pytest.mark.parametrize(("command", "one"), FLAGS)
 def test_every_wrong_value_of_a_flag_is_refused_by_its_name(command: str, one: Option) -> None:
-    @settings(max_examples=20, deadline=None)  # the first call imports the command
+    @settings(max_examples=3 if command == "serve" else 20, deadline=None)  # the first call imports the command
     @given(wrong_words(one))
     def check(word: str) -> None:
         result = tk(command, f"{flag(one)}={word}")

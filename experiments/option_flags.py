@@ -1,4 +1,4 @@
-"""Engine options as flags of a command: tsched.options says which there are and what they mean."""
+"""Options as flags of a command, an engine's or a server's: their records say which there are and what they mean."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -12,28 +12,32 @@ from experiments.document import ExperimentError
 from tsched.options import OPTIONS, EngineOptions, Option, OptionError, read_options
 
 Given = Mapping[str, Any]
-"""Engine options by name, those that a command line gave."""
+"""Options by name, those that a command line gave."""
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
-class EngineFlags:
-    """Marks the field of a command's record that holds engine options: the command has a flag for each of `names`.
+class OptionFlags:
+    """Marks the field of a command's record that holds options: the command has a flag for each of `names`.
 
     Attributes:
         names: The options.
+        known: All options of their record by name.
+        panel: The heading over the flags in the command's help.
         aliases: Option -> another flag that says the same.
-        usual: Option -> what the command takes where it is not given, in words, if that is not the engine's default.
+        usual: Option -> what the command takes where it is not given, in words, if that is not the record's default.
     """
 
     names: Sequence[str]
+    known: Mapping[str, Option] = field(default_factory=lambda: OPTIONS)
+    panel: str = "Engine"
     aliases: Mapping[str, str] = field(default_factory=dict)
     usual: Mapping[str, str] = field(default_factory=dict)
 
     def parameters(self) -> list[inspect.Parameter]:
         """The parameters of a function from which typer makes the flags."""
-        flags = {name: _make_flag(OPTIONS[name], self.aliases.get(name), self.usual.get(name)) for name in self.names}
+        flags = {name: self._make_flag(self.known[name]) for name in self.names}
         return [*flags.values(), *(_make_alias(name, flags[name], alias) for name, alias in self.aliases.items())]
 
     def take(self, arguments: dict[str, Any]) -> Given:
@@ -42,8 +46,27 @@ class EngineFlags:
         for name in self.names:
             value, other = arguments.pop(name), arguments.pop(f"other_{name}", None)
             if value is not None or other is not None:
-                given[name] = _parse(OPTIONS[name], other if value is None else value)
+                given[name] = _parse(self.known[name], other if value is None else value)
         return given
+
+    def _make_flag(self, option: Option) -> inspect.Parameter:
+        """The parameter from which typer makes the option's flag; None where it is not given."""
+        is_text = option.kind in (bool, str, object) or option.unit == "bytes"
+        words = "true|false" if option.kind is bool else "|".join(option.choices)
+        metavar = "NUMBER[KB|MB|GB]" if option.unit == "bytes" else words or None
+        alias, usual = self.aliases.get(option.name), self.usual.get(option.name, option.usual)
+        also = f" {alias} says the same." if alias else ""
+        info = typer.Option(
+            "--" + option.name.replace("_", "-"),
+            help=f"{option.meaning[0].upper()}{option.meaning[1:]}; {usual} by default.{also}",
+            metavar=metavar,
+            show_default=False,
+            rich_help_panel=self.panel,
+        )
+        kind: Any = str if is_text else option.kind
+        return inspect.Parameter(
+            option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+        )
 
 
 def engine_options(given: Given) -> EngineOptions:
@@ -88,24 +111,6 @@ def _parse(option: Option, value: Any) -> Any:
     if option.unit == "bytes":
         return parse_bytes(option.name, value)
     return {"true": True, "false": False}.get(value, value) if option.kind is bool else value
-
-
-def _make_flag(option: Option, alias: str | None, usual: str | None) -> inspect.Parameter:
-    """The parameter from which typer makes the option's flag; None where it is not given."""
-    is_text = option.kind in (bool, str, object) or option.unit == "bytes"
-    metavar = "true|false" if option.kind is bool else "40GB" if option.unit == "bytes" else "|".join(option.choices)
-    also = f" {alias} says the same." if alias else ""
-    info = typer.Option(
-        "--" + option.name.replace("_", "-"),
-        help=f"{option.meaning[0].upper()}{option.meaning[1:]}; {usual or option.usual} by default.{also}",
-        metavar=metavar or None,
-        show_default=False,
-        rich_help_panel="Engine",
-    )
-    kind: Any = str if is_text else option.kind
-    return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
-    )
 
 
 def _make_alias(name: str, flag: inspect.Parameter, alias: str) -> inspect.Parameter:
