@@ -151,6 +151,7 @@ class FrontEnd:
             self._admission = Admission(
                 max_in_flight, max_waiting_tokens, limits.requests_per_minute, limits.tokens_per_minute
             )
+            LOG.info("the model %s is served", facts.name)
         except Exception as error:
             self.load_error = error
             LOG.error("the model cannot be served: %s", error)
