@@ -346,6 +346,11 @@ class RequestStream:
         """Why the engine never took the request; None where it did, or has not yet."""
         return self._ticket.refusal
 
+    @property
+    def at_fault(self) -> str | None:
+        """The field of SamplingParams that made the request fail; None where none did."""
+        return self._ticket.at_fault
+
     def __aiter__(self) -> RequestStream:
         return self
 

@@ -18,6 +18,7 @@ from tsched.execution.request import (
     count_cached_tokens,
     extend_text,
     joint_error,
+    joint_fault,
     joint_metrics,
     label_places,
 )
@@ -61,6 +62,11 @@ class Ticket:
 
     def __post_init__(self) -> None:
         self.metrics = RequestMetrics(self.prepared.arrival_time, None, None)
+
+    @property
+    def at_fault(self) -> str | None:
+        """The field of the request's parameters that made it fail; None where none did, and before its last news."""
+        return None if self.num_going else joint_fault(self.requests)
 
 
 @dataclass(eq=False, slots=True)

@@ -117,6 +117,7 @@ class Delta(NamedTuple):
         num_cached_tokens: Prompt tokens found in the prefix cache; None until known.
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
+        at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
     """
 
     samples: list[SampleDelta]
@@ -125,6 +126,7 @@ class Delta(NamedTuple):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
+    at_fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from tsched.serving.engine_client import (
     read_sampling,
 )
 from tsched.serving.limits import ServerLimits
-from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas, scores_of
 from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
 
 LOG = logging.getLogger("tsched.serving")
@@ -199,7 +199,10 @@ class SupervisedClient:
             raise EngineUnavailableError(*self._why_unavailable())
         self._num_swaps += 1
         swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
-        self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        try:
+            self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        except LinkError as error:
+            raise RequestRefusedError(str(error), "kernels") from error
         self._swaps[swap_id] = answer
         try:
             return await answer
@@ -286,8 +289,8 @@ class SupervisedClient:
         self._stats = stats
         for listener in self._listeners if is_newer else ():
             listener(self.stats())
-        for request_id, sample, token_ids, text in message["tokens"]:
-            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text)], False))
+        for request_id, sample, token_ids, text, scores in message["tokens"]:
+            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text, scores_of(scores))], False))
         for request_id, written in message["deltas"]:
             self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:

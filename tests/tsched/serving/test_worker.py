@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
 from tests.tsched.serving.tk_serve import find_worker
@@ -138,7 +139,7 @@ class Sink:
         return False
 
     def write(self, frame: bytes) -> None:
-        self.messages.append(json.loads(frame[4:]))
+        self.messages.append(msgpack.unpackb(frame[4:]))
 
 
 def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_one_is_told(
@@ -152,8 +153,8 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     worker._tickets["long"] = ticket = cast("Ticket", object())
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
-    worker._send_news(engine, [("t", 0, [5], "y")], deltas, [("r", "no", None)])
-    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y"]]
+    worker._send_news(engine, [("t", 0, [5], "y", None)], deltas, [("r", "no", None)])
+    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y", None]]
     sent = [name for message in sink.messages for name, _ in message["deltas"]]
     assert sent == ["a", "b", "c", "d"]
     refused = [one for message in sink.messages for one in message["refusals"]]
