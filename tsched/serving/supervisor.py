@@ -7,6 +7,8 @@ that it had sent nothing for wait for the next worker.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ from tsched.serving.limits import ServerLimits
 from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas, scores_of
 from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
 
+LOG = logging.getLogger("tsched.serving")
 MOST_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 LONGEST_DELAY_S = 30.0
@@ -267,6 +270,7 @@ class SupervisedClient:
         if self._stats is not None:
             self._stats = replace(self._stats, arm=message["arm"])
         self._load["options"]["kernels"] = message["kernels"]
+        LOG.info("the kernels are swapped, from step %d on: %s", message["first_step"], json.dumps(message["kernels"]))
         answer = self._swaps.get(message["id"])
         if answer is not None and not answer.done():
             answer.set_result(KernelSwap(message["first_step"], message["arm"]))
@@ -275,6 +279,8 @@ class SupervisedClient:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
         self._facts = facts if self._facts is None else replace(facts, created=self._facts.created)
         self._stats, self._moved_at = StatsSnapshot(**message["stats"]), time.monotonic()
+        if self._state == "restarting":
+            LOG.info("the engine serves again")
         if self._state in ("loading", "restarting"):
             self._state = "ready"
         if self._loaded is not None and not self._loaded.done():
@@ -342,8 +348,10 @@ class SupervisedClient:
         if delay is None:
             self._state = "failed"
             self._failure = f"the engine failed {len(self._deaths)} times in {DEATHS_WINDOW_S:.0f} s, at last: {reason}"
+            LOG.error("%s", self._failure)
             self._fail_all(self._failure)
             return
+        LOG.error("%s; it is started again in %g s, %d requests wait for it", reason, delay, len(self._served))
         self._state, self._restart_at = "restarting", now + delay
         self._keep(self._restart(delay))
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
 import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
+from tkernels.isolation import die_with
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
@@ -259,4 +261,6 @@ async def _serve(link: socket.socket) -> None:
 
 def main(descriptor: int) -> None:
     """Serves the link whose file descriptor this process has inherited."""
+    # The link's end is noticed by a process that runs; one that hangs or is stopped would live on, and hold its memory.
+    die_with(os.getppid(), signal.SIGKILL)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

@@ -290,7 +290,8 @@ def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["loading", "stopped"])
+def test_a_worker_ends_with_its_front_end(checkpoint: Path, is_stopped: bool) -> None:
     command = [
         sys.executable,
         "-c",
@@ -305,6 +306,9 @@ def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
         front.stdout.readline()
         while (worker := find_worker(front.pid)) is None:
             time.sleep(0.02)
+        if is_stopped:
+            assert front.stdout.readline().startswith("ready after ")
+            os.kill(worker, signal.SIGSTOP)
         front.kill()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():
