@@ -96,20 +96,21 @@ def test_old_and_new_spelling_give_equal_configs(
 
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7}
 
 
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
         ({"sliding_window": 7}, (None, None)),
-        ({"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7)),
-        ({"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}, (7, None)),
+        ({**WINDOWED, "max_window_layers": 1}, (None, 7)),
+        ({**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, (7, None)),
         (MISTRAL, (4096, 4096)),
         ({**MISTRAL, "sliding_window": 7}, (7, 7)),
         ({**MISTRAL, "sliding_window": None}, (None, None)),
         ({**MISTRAL, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}, (7, 7)),
         ({**QWEN2, "sliding_window": 7}, (None, None)),
-        ({**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7)),
+        ({**QWEN2, **WINDOWED, "max_window_layers": 1}, (None, 7)),
         ({**QWEN2, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 7}, (None, None)),  # transformers ignores it too
     ],
@@ -118,6 +119,26 @@ def test_windows_per_layer(
     write_checkpoint: WriteCheckpoint, fields: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert load_config(write_checkpoint({}, **fields)).windows == windows
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("layer_types", [..., ["full_attention"] * 2, ["full_attention", "sliding_attention"]])
+@pytest.mark.parametrize("use", [..., False, True])
+@pytest.mark.parametrize("window", [..., None, 7])
+def test_windows_are_those_of_transformers(
+    write_checkpoint: WriteCheckpoint, architecture: str, layer_types: Any, use: Any, window: Any
+) -> None:
+    fields = {"layer_types": layer_types, "use_sliding_window": use, "sliding_window": window, "max_window_layers": 1}
+    directory = write_checkpoint({}, architectures=[architecture], **fields)
+    import transformers
+
+    theirs = getattr(transformers, architecture).config_class.from_pretrained(directory)
+    if theirs.sliding_window is None and "sliding_attention" in theirs.layer_types:  # its attention needs a number
+        with pytest.raises(ConfigError, match="layer_types names sliding_attention, but"):
+            load_config(directory)
+    else:
+        expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert list(load_config(directory).windows) == expected
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
@@ -187,7 +208,14 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({**QWEN2, "layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers=2"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types.0: .*'full_attention' or 'sliding_attention'"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not given"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7},
+            "but use_sliding_window is false; one of them",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": None},
+            "sliding_window is not given",
+        ),
         ({"sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
         ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "sliding_window=4096 Mistral's 2 layers are all sliding"),

@@ -140,7 +140,8 @@ def test_the_cache_has_the_size_that_was_announced(write_checkpoint: WriteCheckp
 
 
 def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_checkpoint: WriteCheckpoint) -> None:
-    windowed = write_checkpoint({}, sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+    windows = {"use_sliding_window": True, "sliding_window": 7}
+    windowed = write_checkpoint({}, **windows, layer_types=["sliding_attention", "full_attention"])
     axes = kernel_axes(load_config(windowed), LIMITS)
     assert axes["paged_decode"]["window"] == (0, 7)
     for op, ranges in axes.items():
