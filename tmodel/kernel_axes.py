@@ -84,7 +84,7 @@ def rotary_axes(config: ModelConfig, limits: Limits, rotary_dim: int, *, head_no
             "T": (1, limits.max_num_tokens),
             "Dv": config.head_dim,
             "R": rotary_dim,
-            "L": config.max_position_embeddings,
+            "L": limits.max_model_len,
             "P": limits.num_blocks,
             "S": limits.block_size,
             "q_weight": head_norms,

@@ -18,6 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from tmodel.json_files import ConfigError
 
+_ROWS_AT_ONCE = 2**14
+"""Of a table, in the making: angles are float64, and there are several of each for a while."""
+
 Length = Annotated[int, Field(gt=1, le=2**24)]
 Turns = Annotated[float, Field(ge=1e-3, le=1e6)]
 Scale = Annotated[float, Field(gt=0, le=1e6)]
@@ -240,19 +243,23 @@ class Rope:
         self.parameters.check(self.dim)
 
     def tables(
-        self, length: int, *, dtype: torch.dtype, device: torch.device | str
+        self, length: int, positions: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the angles at positions 0 to length - 1, each [length, dim/2].
+        """cos and sin of the angles at positions 0 to positions - 1, each [positions, dim/2].
 
         Args:
             length: Tokens of the longest sequence that the model was made for; scaled kinds depend on it.
+            positions: Tokens of the longest sequence that it is asked for.
             dtype: Of the model. The tables are float32 for float32, float16 and bfloat16 (in half precision they would
                 misplace distant tokens), float64 for float64.
             device: Where the tables lie.
         """
         # The angles are rounded to float32 in every dtype, as transformers computes them.
         frequencies, scale = self.parameters.inverse_frequencies(self.dim, length), self.parameters.table_scale(length)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).double()  # [length, dim/2]
         kept = torch.float64 if dtype == torch.float64 else torch.float32
-        cos, sin = (table * scale for table in (angles.cos(), angles.sin()))
-        return cos.to(device=device, dtype=kept), sin.to(device=device, dtype=kept)
+        cos, sin = (torch.empty((positions, self.dim // 2), dtype=kept, device=device) for _ in range(2))
+        for places in torch.arange(positions, dtype=torch.float32).split(_ROWS_AT_ONCE):
+            angles = torch.outer(places, frequencies).double()  # [places, dim/2]
+            rows = slice(int(places[0]), int(places[0]) + len(places))
+            cos[rows], sin[rows] = angles.cos() * scale, angles.sin() * scale
+        return cos, sin

@@ -28,6 +28,7 @@ from tmodel import (
     load_config,
     load_model,
 )
+from tmodel.decoders.pre_norm import PreNormModel
 from tmodel.random_weights import random_config
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
@@ -150,6 +151,15 @@ def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_ch
         for name, variant in tkernels.OPS[op].variants.items():
             reason = unsupported_in(variant, ranges, torch.device("cpu"), torch.float32)
             assert "which the model does not give" not in (reason or ""), (op, name)
+
+
+def test_tables_of_positions_are_as_long_as_the_longest_sequence_that_is_served(
+    write_checkpoint: WriteCheckpoint,
+) -> None:
+    directory = write_checkpoint(max_position_embeddings=2**24)
+    model = load(directory, torch.float32, max_model_len=64)
+    assert isinstance(model, PreNormModel)
+    assert [tuple(table.shape) for table in model.rotation] == [(64, 8)] * 2
 
 
 def test_an_unsupported_shape_is_refused_before_weights_are_read(write_checkpoint: WriteCheckpoint) -> None:
