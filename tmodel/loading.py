@@ -112,9 +112,21 @@ def load_model(
     with opened as checkpoint, torch.inference_mode():
         # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
+        checkpoint.check_headers(_layer_tensors(config))  # a layer that is not there is found before any is read
         model = config.architecture.build(config, checkpoint, kernels)
         checkpoint.refuse_unused()
     return model
+
+
+def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what a checkpoint must hold of the layers; what replaces a quantized weight is not among it."""
+    quantization, layers = config.quantization, f"{config.architecture.layers}."
+    return {
+        name: shape
+        for name, shape in config.tensors().items()
+        if name.startswith(layers)
+        and (quantization is None or quantization.scheme(name.removesuffix(".weight")) is None)
+    }
 
 
 def _end_token_ids(directory: Path, fields: HuggingFaceConfig) -> tuple[int, ...]:

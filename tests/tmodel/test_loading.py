@@ -30,6 +30,7 @@ from tmodel import (
 )
 from tmodel.decoders.pre_norm import PreNormModel
 from tmodel.random_weights import random_config
+from tmodel.weights import Checkpoint
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 
@@ -153,6 +154,22 @@ def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_ch
             assert "which the model does not give" not in (reason or ""), (op, name)
 
 
+def test_layers_that_are_not_there_are_found_before_any_is_read(
+    write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "_read_into", lambda *_: pytest.fail("a tensor is read"))
+    directory = write_checkpoint(checkpoint_tensors(CONFIG), num_hidden_layers=4096)
+    with pytest.raises(
+        WeightError, match=r"tensor 'model\.layers\.2\.input_layernorm\.weight' is missing from model\.saf"
+    ):
+        load(directory, torch.float32)
+    last = "model.layers.1.mlp.down_proj.weight"
+    for wrong in (torch.ones(2, 2), torch.ones(16, 24).int()):
+        directory = write_checkpoint({**checkpoint_tensors(CONFIG), last: wrong})
+        with pytest.raises(WeightError, match=rf"tensor '{last}' (has shape|is stored as)"):
+            load(directory, torch.float32)
+
+
 def test_tables_of_positions_are_as_long_as_the_longest_sequence_that_is_served(
     write_checkpoint: WriteCheckpoint,
 ) -> None:
@@ -189,7 +206,7 @@ def test_an_architecture_joins_by_its_file_alone(
         assert list(known_architectures()) == [*before, "Qwen4ForCausalLM"]
         config = load_config(directory)
         assert config.num_layers == 2
-        with pytest.raises(WeightError, match="'model.embed_tokens.weight' is missing"):
+        with pytest.raises(WeightError, match="'model.layers.0.input_layernorm.weight' is missing"):
             load_model(directory, config, None, device="cpu", dtype=torch.float32)  # type: ignore[arg-type]
     finally:
         known_architectures.cache_clear()
