@@ -241,6 +241,12 @@ def test_end_tokens_come_from_generation_config_first(write_checkpoint: WriteChe
     assert load_config(directory).eos_token_ids == (3, 2)
     generation_file.write_text(json.dumps({"temperature": 0.6}))
     assert load_config(directory).eos_token_ids == (1,)
+    generation_file.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"^{directory}/generation_config\.json: expected a JSON object"):
+        load_config(directory)
+    generation_file.write_text(json.dumps({"eos_token_id": 40}))
+    with pytest.raises(ConfigError, match=rf"^{directory}/generation_config\.json: eos_token_id 40 is not a token id"):
+        load_config(directory)
 
 
 def test_a_missing_or_damaged_file_is_named(write_checkpoint: WriteCheckpoint) -> None:
