@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -34,6 +35,9 @@ widths are far smaller."""
 _MAX_LAYERS = 2**12
 """Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
 up to 126."""
+
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+"""What a norm adds to a mean square; more would leave little of a vector."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,15 @@ def test_every_spelling_of_the_rotary_base(write_checkpoint: WriteCheckpoint, sp
 
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2] * 8}
 LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def spelled(kind: str, name: str, value: Any) -> dict[str, Any]:
+    """A config's rotary parameters of a kind, one of them of another value."""
+    parameters = {"linear": {"factor": 2.0}, "llama3": LLAMA3, "yarn": YARN, "longrope": LISTS}[kind]
+    return {"rope_scaling": {"type": kind, **parameters, name: value}}
 
 
 @pytest.mark.parametrize("architecture", known_rotary_architectures())
@@ -173,7 +183,25 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
         ({"rope_parameters": {"type": ["linear"]}}, r"rope_type \['linear'\] is not supported"),
         ({"rope_scaling": {"rope_type": "default", "type": "mrope"}}, "rope_type is 'default', but type is 'mrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor: .*greater than 0, got 0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling.factor: .*greater than or equal to 0.001, got 0",
+        ),
+        *(
+            (spelled(kind, name, value), rf"rope_scaling\.{name}.*, got {re.escape(repr(value))}")
+            for kind, name in [
+                ("linear", "factor"),
+                ("llama3", "high_freq_factor"),
+                ("yarn", "mscale"),
+                ("yarn", "factor"),
+            ]
+            for value in (1e300, float("nan"), -1.0)
+        ),
+        (spelled("linear", "factor", 1e-300), "rope_scaling.factor: .*greater than or equal to 0.001, got 1e-300"),
+        (spelled("longrope", "long_factor", [1e-300] * 8), r"rope_scaling.long_factor.0: .* 0.001, got 1e-300"),
+        ({"rope_theta": 1e300}, "rope_theta: .*less than or equal to .*, got 1e\\+300"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps: .*less than or equal to 1, got 1e\\+300"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: .*greater than 0, got 0"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling.factor: .*valid number, got '4'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor: Field required"),
         (
