@@ -14,7 +14,7 @@ from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import RefusedError
-from tsched.requests.outputs import CompletionOutput, RequestOutput, add_part
+from tsched.requests.outputs import RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 
@@ -281,7 +281,7 @@ class _Session:
         for ticket, reference in streams.items():
             ticket.failure, stream = reason, reference()
             if stream is not None:
-                stream._receive(News(ticket, CompletionOutput(0, [], "", "error"), ticket.metrics, is_last=True))
+                stream._receive(News(ticket, 0, [], "", ticket.metrics, finish_reason="error", is_last=True))
 
     def _note_end(self, failure: BaseException | None) -> None:
         """The thread has ended, and the streams have all its news."""
@@ -345,6 +345,11 @@ class RequestStream:
     def refusal(self) -> str | None:
         """Why the engine never took the request; None where it did, or has not yet."""
         return self._ticket.refusal
+
+    @property
+    def at_fault(self) -> str | None:
+        """The field of SamplingParams that made the request fail; None where none did."""
+        return self._ticket.at_fault
 
     def __aiter__(self) -> RequestStream:
         return self

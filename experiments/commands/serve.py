@@ -11,7 +11,6 @@ from typing import Any
 from experiments.commands.requests import ServeRequest
 from experiments.document import ExperimentError, read_document
 from experiments.option_flags import engine_options, parse_kernels
-from experiments.planning.layout import lay_out
 from tsched.options import OptionError
 from tsched.serving.limits import ServerLimits
 
@@ -29,9 +28,8 @@ def run(request: ServeRequest) -> int:
         served = _served_by_flags(request)
     elif request.engine or request.kernels or request.variants_from or request.architectures_from:
         raise ExperimentError([f"{request.model}: says kernels and the engine's options itself; leave out their flags"])
-    from tsched.serving.app import create_app
     from tsched.serving.auth import KeyFileError, read_keys
-    from tsched.serving.http import ServerStartError, open_socket, serve
+    from tsched.serving.listening import ServerStartError, open_socket
     from tsched.serving.supervisor import SupervisedClient
 
     limits = _make_limits({**served.limits, **request.limits})
@@ -46,6 +44,10 @@ def run(request: ServeRequest) -> int:
             **served.engine,
             kernels=served.kernels,
         )
+        client.start_early()
+        from tsched.serving.app import create_app  # takes as long as a third of torch, beside it
+        from tsched.serving.http import serve
+
         app = create_app(client, limits, keys=keys, chat_template=request.chat_template)
         host, port = listening.getsockname()[:2]
         print(f"serving {served.model} at http://{host}:{port}/v1", flush=True)
@@ -96,6 +98,8 @@ def read_served(file: Path) -> Served:
     Raises:
         ExperimentError: It is no sound experiment, has no model, or has an axis: a server has one arm.
     """
+    from experiments.planning.layout import lay_out  # the whole schema, which flags need nothing of
+
     layout = lay_out(read_document(file))[0]
     experiment, source = layout.experiment, layout.parts[0].model
     (arm, *others), several = layout.parts[0].arms, len(layout.parts) > 1

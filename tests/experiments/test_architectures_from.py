@@ -130,7 +130,7 @@ def test_simulation_and_server_agree_on_the_cache_of_a_token(model: Path, tmp_pa
     for directory in (tmp_path, model):
         llm = LLM(directory, architectures_from=[OUTSIDE], device="cpu", dtype="bfloat16", kv_cache_bytes=10**6)
         shape = find_shape(str(directory), [OUTSIDE])
-        kept = sum(tensor.nbytes for layer in llm._engine._kv_cache for tensor in layer)
+        kept = sum(tensor.nbytes for layer in llm._engine._runner._kv_cache for tensor in layer)
         assert kept == llm.stats().num_blocks * 16 * shape.kv_bytes_per_token
         assert shape.weight_bytes == llm.weight_bytes
     assert find_shape(str(tmp_path)).kv_bytes_per_token == 2 * 2 * 2 * 2 * 128

@@ -15,6 +15,7 @@ from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.window_server import draw_window
 from tsched.execution.engine import Engine
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
@@ -44,17 +45,18 @@ class EngineServer:
         dtype = torch.float64 if self.kind == "float64" else torch.float32
         shape = options["num_blocks"], options["block_size"]
         kv_cache = tmodel.allocate_kv_cache(config, *shape, device="cpu", dtype=dtype)
-        return Engine(
+        scheduler = build_scheduler(**options)
+        runner = ModelRunner(
             model,
             kv_cache,
-            build_scheduler(**options),
+            scheduler,
             device=torch.device("cpu"),
             seed=0,
             eos_token_ids=options["eos_token_ids"],
             pages=tmodel.CachePages(kv_cache.blocks, COPY_PAGES, options.get("num_host_blocks", 0)),
-            overlap=is_late,
             cuda_graphs=pads,
         )
+        return Engine(scheduler, runner, overlap=is_late)
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         return replace(params, logprobs=2) if self.kind == "rowwise" else params

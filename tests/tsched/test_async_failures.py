@@ -53,14 +53,14 @@ def test_requests_that_cannot_be_served_say_why(checkpoint: Path, checkpoint_wit
 def test_an_engine_error_reaches_every_iterator(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
-            model, steps = served._engine._model, iter(range(5))
+            model, steps = served._engine._runner._model, iter(range(5))
 
             def failing(*inputs: Any) -> torch.Tensor:
                 if next(steps, None) is None:
                     raise MemoryError("the device is full")
                 return model(*inputs)
 
-            monkeypatch.setattr(served._engine, "_model", failing)
+            monkeypatch.setattr(served._engine._runner, "_model", failing)
             streams = [served.add_request(str(i), prompt, LONG) for i, prompt in enumerate(PROMPTS)]
             results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
             for result in results:
@@ -123,7 +123,7 @@ def test_what_one_request_asks_for_ends_no_other(checkpoint: Path) -> None:
             ]
             errors = [(await collect(stream))[-1].error for stream in streams]
             assert [i for i, error in enumerate(errors) if error] == [2, 9]
-            assert "the whole vocabulary but the end-of-sequence tokens, so min_tokens leaves no token" in errors[2]
+            assert errors[2] == "min_tokens beside stop_token_ids leaves the output no token to begin with"
             assert "stop_token_ids holds 2147483647" in errors[9]
             assert joined(await collect(good))[0].finish_reason == "length"
         check_empty(served)

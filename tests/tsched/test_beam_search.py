@@ -18,6 +18,7 @@ from tests.tsched.schedulers import build_scheduler
 from tmodel.kv_cache import KVCache
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, select_largest
 from tsched.execution.engine import Engine
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request
 from tsched.requests.errors import RefusedError
 from tsched.requests.sampling_params import SamplingParams
@@ -75,7 +76,7 @@ def make_engine(model: HashModel, num_blocks: int, *, max_num_seqs: int = 32, **
         **options,
     )
     kv_cache = hash_cache(num_blocks, BLOCK_SIZE)
-    return Engine(model, kv_cache, scheduler, device=torch.device("cpu"), pages=Pages(kv_cache))
+    return Engine(scheduler, ModelRunner(model, kv_cache, scheduler, device=torch.device("cpu"), pages=Pages(kv_cache)))
 
 
 def by_brute_force(
@@ -154,7 +155,7 @@ def test_the_beams_are_those_of_brute_force(num_blocks: int, prefix_cache: str) 
             assert [h.logprob for h in one.finished] == pytest.approx([h.logprob for h in expected], abs=1e-12)
             num_early += max(len(h.token_ids) for h in one.finished) < params.max_tokens
         check_nothing_is_left(engine)
-        num_copied += engine._pages.num_copied
+        num_copied += engine._runner._pages.num_copied
         num_preempted += engine.stats().num_preemptions
     assert num_copied > 20, "beams that share a last page must copy it before they write"
     assert num_early > 0
@@ -217,7 +218,7 @@ def test_one_beam_is_greedy() -> None:
     while engine.has_unfinished:
         engine.step()
     assert list(one.finished[0].token_ids) == request.sequence.output_token_ids
-    assert engine._pages.num_copied == 0
+    assert engine._runner._pages.num_copied == 0
 
 
 def test_the_prompt_is_computed_once_and_its_blocks_are_shared() -> None:

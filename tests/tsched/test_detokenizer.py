@@ -13,6 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 from tsched.requests.detokenizer import IncrementalDetokenizer, OpenStream
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.token_bytes import PlainTexts, adds_alone
 from tsched.requests.token_texts import TokenTexts
 
 SPECIAL = 256
@@ -223,6 +224,41 @@ def test_byte_fallback_pieces_are_cut_at_every_token(text: str) -> None:
     check_every_cut(tokenizer.decode, ids, tokenizer.decode(ids), stream_of(tokenizer))
     if not text.startswith(" "):  # the decoder takes one space for the one that the normalizer prepends
         assert tokenizer.decode(ids) == text
+
+
+TOKENS = st.lists(
+    st.one_of(st.integers(0, 10), st.integers(0, 266), st.sampled_from([11 + 0xC3, 11 + 0xA9])), max_size=40
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(ids=TOKENS, strips=st.booleans())
+def test_known_texts_of_tokens_change_no_piece_of_a_stream(ids: list[int], strips: bool) -> None:
+    """Words, lone bytes that are characters, halves of characters and the space at the beginning, in any order."""
+    from tokenizers import Tokenizer, decoders
+
+    tokenizer = Tokenizer.from_str(sentencepiece_like().to_str())
+    if not strips:  # as Gemma's
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    assert adds_alone(tokenizer)
+    open_stream, plain = stream_of(tokenizer), PlainTexts(tokenizer, frozenset())
+    found = feed(IncrementalDetokenizer(tokenizer.decode, open_stream=open_stream, plain=plain), ids)
+    assert found == feed(IncrementalDetokenizer(tokenizer.decode, open_stream=open_stream), ids)
+    known = {token_id for token_id, text in plain.items() if text}
+    assert known == {token_id for token_id in ids[1:] if token_id < 11} & plain.keys(), "bytes depend on each other"
+
+
+def test_texts_of_tokens_are_known_alone_where_the_decoder_is() -> None:
+    from tokenizers import decoders
+
+    tokenizer = sentencepiece_like.__wrapped__()
+    for decoder in (decoders.WordPiece(), decoders.Metaspace(), decoders.Fuse(), decoders.BPEDecoder(), None):
+        tokenizer.decoder = decoder
+        assert not adds_alone(tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    assert adds_alone(tokenizer)
 
 
 def test_a_long_unfinished_run_of_bytes_leaks_nothing() -> None:

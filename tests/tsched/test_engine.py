@@ -13,7 +13,8 @@ from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.execution.engine import Engine, Forward
+from tsched.execution.engine import Engine
+from tsched.execution.model_runner import Forward, ModelRunner
 from tsched.execution.request import Request
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
@@ -50,17 +51,18 @@ def build_engine(
     }
     arguments |= changes
     cache = hash_cache(arguments["num_blocks"], arguments["block_size"])
-    return Engine(
+    scheduler = build_scheduler(**arguments)
+    runner = ModelRunner(
         model or HashModel(),
         cache,
-        build_scheduler(**arguments),
+        scheduler,
         pages=HashPages(cache, int(arguments.get("num_host_blocks", 0))),
         device=torch.device("cpu"),
         seed=seed,
         eos_token_ids=arguments["eos_token_ids"],
-        overlap=overlap,
         cuda_graphs=cuda_graphs,
     )
+    return Engine(scheduler, runner, overlap=overlap)
 
 
 def run(engine: Engine, *, sharing: bool = False) -> list[Request]:
@@ -141,7 +143,7 @@ def test_swapped_requests_get_the_tokens_they_get_alone(make_engine: MakeEngine,
     for request in run(engine):
         number = request.sequence.id
         assert request.sequence.output_token_ids == tokens_alone([number + 1, *range(number)], params, MAX_MODEL_LEN)[0]
-    pages = engine._pages
+    pages = engine._runner._pages
     assert isinstance(pages, HashPages)
     assert pages.moved["swap_out"] > 0
     assert 0 < pages.moved["swap_in"] <= pages.moved["swap_out"]
@@ -164,14 +166,14 @@ def test_shared_prefixes_and_samples_of_one_prompt(make_engine: MakeEngine, pref
         alone.add(0, prompt, params[i])
         (request,) = run(alone)
         assert together[i] == together[10 + i] == request.sequence.output_token_ids
-    pages = engine._pages
+    pages = engine._runner._pages
     assert isinstance(pages, HashPages)
     assert pages.moved["copy"] == 2, "the first writer of each shared page but the last copies it"
     stats = engine.stats()
     assert (stats.prefix_cache.hit_tokens > 0) == (prefix_cache != "none")
-    keys, values = engine._kv_cache[0]
+    keys, values = engine._runner._kv_cache[0]
     a_token = keys[0, 0].nbytes + values[0, 0].nbytes
-    assert stats.saved_bytes == stats.prefix_cache.hit_tokens * a_token * len(engine._kv_cache)
+    assert stats.saved_bytes == stats.prefix_cache.hit_tokens * a_token * len(engine._runner._kv_cache)
     assert stats.num_forks == 2
     assert stats.num_blocks_copied == 2
     assert stats.peak_used_blocks > 0

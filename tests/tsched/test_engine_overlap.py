@@ -10,12 +10,13 @@ import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
-from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
+from tests.tsched.simulated_device import VOCAB, check_accounts, tokens_alone
 from tests.tsched.test_engine import GREEDY, MAX_MODEL_LEN, build_engine, run, spell
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.execution.cuda_graphs import EagerRecorder
 from tsched.execution.engine import Engine
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.sampler import Sampled
 from tsched.requests.detokenizer import IncrementalDetokenizer
@@ -56,7 +57,7 @@ class Observed(HashModel):
 def observed_engine(overlap: bool) -> tuple[Engine, Observed]:
     model = Observed()
     engine = build_engine(model, overlap=overlap)
-    engine._reader = model.reader()
+    engine._runner._reader = model.reader()
     return engine, model
 
 
@@ -241,7 +242,7 @@ class CountingRecorder(EagerRecorder):
 def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
     model = HashModel()
     engine = build_engine(model, cuda_graphs=True, max_num_seqs=12, num_blocks=100)
-    graphs = engine._graphs
+    graphs = engine._runner._graphs
     assert graphs is not None
     graphs._recorder = recorder = CountingRecorder()
     for i in range(7):
@@ -263,6 +264,6 @@ def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
 
 def test_an_engine_on_a_cpu_waits_for_each_token_unless_it_is_told_not_to() -> None:
     scheduler = build_scheduler(num_blocks=4, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16)
-    engine = Engine(HashModel(), hash_cache(4, 4), scheduler, device=torch.device("cpu"), eos_token_ids=(EOS,))
+    engine = Engine(scheduler, ModelRunner(HashModel(), hash_cache(4, 4), scheduler, device=torch.device("cpu")))
     assert not engine.overlap
-    assert engine._graphs is None
+    assert engine._runner._graphs is None

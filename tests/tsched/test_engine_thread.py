@@ -120,6 +120,7 @@ def test_a_fault_in_the_librarys_own_stream_ends_one_request(llm: LLM) -> None:
     bad = next(token for token in tokens[1][3:] if token not in tokens[0] + tokens[2])
     backend = llm.tokenizer.backend_tokenizer
     backend.decoder = decoders.Decoder.custom(Breaks(backend.id_to_token(bad)))
+    llm.tokenizer = llm.tokenizer  # what it knows of tokens it knew of the decoder before
     listener = Listener()
     thread = listener.start(llm)
     for number in range(3):

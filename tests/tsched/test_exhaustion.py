@@ -122,12 +122,12 @@ def test_only_the_allocators_are_believed() -> None:
 
 def run_out_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next forward asks a real allocator for more than there is."""
-    model, left = llm._engine._model, [1]
+    model, left = llm._engine._runner._model, [1]
 
     def exhausted(*arguments: Any) -> Any:
         return torch.empty(2**45) if left and left.pop() else model(*arguments)
 
-    monkeypatch.setattr(llm._engine, "_model", exhausted)
+    monkeypatch.setattr(llm._engine._runner, "_model", exhausted)
 
 
 def test_offline_the_other_prompts_are_served(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Engine
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.phases import PHASES
 
 PARTS = {"embedding", "q_proj+k_proj+v_proj", "o_proj", "down_proj", "lm_head"}
@@ -123,9 +124,12 @@ def test_replayed_steps_have_the_ranges_of_their_graph() -> None:
     scheduler = build_scheduler(
         num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20
     )
-    engine = Engine(model, hash_cache(20, 4), scheduler, device=torch.device("cpu"), cuda_graphs=True, ranges=recording)
-    assert engine._graphs is not None
-    engine._graphs._recorder = SimulatedRecorder(model, recording)
+    runner = ModelRunner(
+        model, hash_cache(20, 4), scheduler, device=torch.device("cpu"), cuda_graphs=True, ranges=recording
+    )
+    engine = Engine(scheduler, runner)
+    assert runner._graphs is not None
+    runner._graphs._recorder = SimulatedRecorder(model, recording)
 
     def serve(first_id: int) -> None:
         for i in range(2):

@@ -169,7 +169,7 @@ def test_a_stream_has_them_in_its_first_part(checkpoint: Path) -> None:
 
 def test_a_prompt_whose_logits_are_not_finite_fails(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(checkpoint, dtype="float32", device="cpu")
-    model = llm._engine._model
+    model = llm._engine._runner._model
     compute = model.compute_hidden
 
     def spoiled(batch: Any, cache: Any) -> torch.Tensor:
@@ -177,7 +177,7 @@ def test_a_prompt_whose_logits_are_not_finite_fails(checkpoint: Path, monkeypatc
         hidden[2] = torch.nan
         return hidden
 
-    monkeypatch.setattr(llm._engine, "_model", SplitDouble(model, spoiled))
+    monkeypatch.setattr(llm._engine._runner, "_model", SplitDouble(model, spoiled))
     bad, good = llm.generate([LONGER[0], LONGER[1]], [ASKED, SamplingParams(temperature=0, max_tokens=2)])
     assert bad.outputs[0].finish_reason == "error"
     assert "logits for the prompt's tokens are not finite" in str(bad.error)

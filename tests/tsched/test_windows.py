@@ -202,7 +202,7 @@ def test_the_beams_of_a_windowed_model_are_those_of_brute_force(prefix_cache: st
             assert one.error is None
             assert [h.token_ids for h in one.finished] == [h.token_ids for h in expected]
         check_nothing_is_left(engine.scheduler)
-        assert engine._pages.num_copied > 0
+        assert engine._runner._pages.num_copied > 0
 
 
 @pytest.mark.parametrize("lag", [0, 1])

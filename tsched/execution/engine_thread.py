@@ -18,10 +18,11 @@ from tsched.execution.request import (
     count_cached_tokens,
     extend_text,
     joint_error,
+    joint_fault,
     joint_metrics,
     label_places,
-    label_prompt,
 )
+from tsched.execution.sampler import TokenLogprobs
 from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 from tsched.requests.prompts import PreparedRequest
@@ -62,6 +63,11 @@ class Ticket:
     def __post_init__(self) -> None:
         self.metrics = RequestMetrics(self.prepared.arrival_time, None, None)
 
+    @property
+    def at_fault(self) -> str | None:
+        """The field of the request's parameters that made it fail; None where none did, and before its last news."""
+        return None if self.num_going else joint_fault(self.requests)
+
 
 @dataclass(eq=False, slots=True)
 class News:
@@ -69,19 +75,43 @@ class News:
 
     Attributes:
         ticket: Of the request: `ticket.prepared.request_id` is its name.
-        completion: The new tokens, their text and log-probabilities, and the sample's end, as in a delta of AsyncLLM.
+        index: Of the sample.
+        token_ids: New ones.
+        text: What they make final.
         metrics: Of the request.
+        scores: Log-probabilities of the new tokens; None unless asked for.
+        logprobs: The same with the texts of tokens; None where the thread makes none.
+        logprob_sum: Over all tokens of the sample so far; None unless asked for.
+        finish_reason: At the sample's end, None before.
+        stop_reason: The stop string or stop token that ended it, where one did.
         is_last: Whether no other news of the request follow, of any sample.
         error: With the last news: why samples failed; None where none did.
-        prompt_logprobs: The prompt's, once, with the first news of any sample; only where the request asks for them.
+        prompt_scores: Of the prompt's tokens but the first, once, with the first news of any sample; only where the
+            request asks for them.
+        prompt_logprobs: The same with the texts of tokens, None for the first; None where the thread makes none.
     """
 
     ticket: Ticket
-    completion: CompletionOutput
+    index: int
+    token_ids: list[int]
+    text: str
     metrics: RequestMetrics
+    scores: list[TokenLogprobs] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    logprob_sum: float | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
     is_last: bool = False
     error: str | None = None
+    prompt_scores: list[TokenLogprobs] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def completion(self) -> CompletionOutput:
+        """The sample's news as in a delta of AsyncLLM."""
+        return CompletionOutput(
+            self.index, self.token_ids, self.text, self.finish_reason, self.logprobs, self.logprob_sum, self.stop_reason
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -95,8 +125,14 @@ class _Sample:
     num_shown: int = 0  # characters, where the engine looks for stop strings in them
     wants_logprobs: bool = False
     stops_at_text: bool = False
+    append: Callable[[int], str] | None = None  # the detokenizer's, once nothing else is told of it
     logprob_sum: float = 0.0
     has_no_text: bool = False  # the tokenizer failed
+
+    @property
+    def has_plain_news(self) -> bool:
+        """Whether its tokens and their text are all that it tells until its end."""
+        return not (self.has_no_text or self.wants_logprobs or self.stops_at_text)
 
 
 class EngineThread:
@@ -107,7 +143,7 @@ class EngineThread:
     Args:
         engine: What runs.
         start: Queues a prepared request, one engine request for each sample; it may raise RefusedError.
-        texts: Labels the tokens of log-probabilities.
+        texts: Labels the tokens of log-probabilities; None leaves them without labels.
         on_news: Called on the thread after each step that brought some, with the news of all requests in one list. A
             request's last news has `is_last`; every submitted request gets it, also one that was refused, aborted, or
             caught by the thread's end. It raises RuntimeError where nobody listens any more.
@@ -127,7 +163,7 @@ class EngineThread:
         self,
         engine: Engine,
         start: Callable[[PreparedRequest], list[Request]],
-        texts: TokenTexts,
+        texts: TokenTexts | None,
         *,
         on_news: Callable[[list[News]], object],
         on_end: Callable[[BaseException | None], object],
@@ -334,7 +370,7 @@ class EngineThread:
         for row, new in zip(rows.tolist(), tokens, strict=True):
             sample = by_row[row]
             if sample is not None:
-                news.append(self._tell(sample, new))
+                news.append(self._tell(sample, new) if sample.append is None else self._tell_plainly(sample, new))
 
     def _enter_row(self, row: int) -> None:
         """Notes who has come into a row."""
@@ -345,38 +381,55 @@ class EngineThread:
             self._epochs[row] = table.epoch[row]
             self._told[row] = sequence.prompt_len + sample.num_told
 
+    def _tell_plainly(self, sample: _Sample, token_ids: list[int]) -> News:
+        """`_tell` of a sample that goes on, where a token and its text are all that is new: nearly always."""
+        if sample.append is None or len(token_ids) != 1:
+            return self._tell(sample, token_ids)
+        try:
+            text = sample.append(token_ids[0])
+        except RequestFault as fault:
+            text = ""
+            self._fail_text(sample, fault)
+        sample.num_told += 1
+        ticket = sample.ticket
+        return News(ticket, sample.index, token_ids, text, ticket.metrics)
+
     def _tell(self, sample: _Sample, token_ids: list[int], *, is_over: bool = False) -> News:
         """Makes the news of a sample's new tokens and, where it is over, of its end."""
         ticket, request = sample.ticket, sample.request
         have = sample.num_told
         sample.num_told = have + len(token_ids)
-        text, prompt_logprobs = "", None
-        logprobs: list[dict[int, Logprob]] | None = [] if sample.wants_logprobs else None
+        news = News(ticket, sample.index, token_ids, "", ticket.metrics)
+        if sample.wants_logprobs:
+            news.scores, news.logprobs = [], None if self._texts is None else []
         if not sample.has_no_text:
             try:
-                text = self._new_text(sample, token_ids, is_over)
-                if sample.wants_logprobs:
-                    logprobs = self._new_logprobs(sample, have)
-                if not have:
-                    prompt_logprobs = self._new_prompt_logprobs(ticket)
+                self._add_texts(news, sample, have, is_over)
             except RequestFault as fault:
-                sample.has_no_text = True
-                self._fail(request, str(fault))
-        reason = stop_reason = None
-        if is_over:
-            reason, stop_reason = request.sequence.finish_reason or "abort", request.stop_reason
-        logprob_sum = sample.logprob_sum if sample.wants_logprobs else None
-        completion = CompletionOutput(sample.index, token_ids, text, reason, logprobs, logprob_sum, stop_reason)
+                self._fail_text(sample, fault)
+        if sample.wants_logprobs:
+            news.logprob_sum = sample.logprob_sum
         if have and not is_over:
-            return News(ticket, completion, ticket.metrics)
-        ticket.metrics = joint_metrics(ticket.requests)
+            return news
+        if is_over:
+            news.finish_reason, news.stop_reason = request.sequence.finish_reason or "abort", request.stop_reason
+        elif sample.has_plain_news and request.detokenizer is not None:
+            sample.append = request.detokenizer.append
+        ticket.metrics = news.metrics = joint_metrics(ticket.requests)
         ticket.num_cached_tokens = count_cached_tokens(ticket.requests)
         ticket.num_going -= is_over
-        news = News(ticket, completion, ticket.metrics, prompt_logprobs=prompt_logprobs)
         if not ticket.num_going:
             del self._active[ticket]
             news.is_last, news.error = True, joint_error(ticket.requests)
         return news
+
+    def _add_texts(self, news: News, sample: _Sample, have: int, is_over: bool) -> None:
+        """Adds what is made of a sample's tokens from the one at place `have` on; RequestFault where that fails."""
+        news.text = self._new_text(sample, news.token_ids, is_over)
+        if sample.wants_logprobs:
+            self._add_logprobs(news, sample, have)
+        if not have:
+            self._add_prompt_logprobs(news)
 
     def _new_text(self, sample: _Sample, token_ids: list[int], is_over: bool) -> str:
         """The text that a sample's new tokens make final; RequestFault where the tokenizer makes none."""
@@ -388,19 +441,29 @@ class EngineThread:
         begin, sample.num_shown = sample.num_shown, len(text) if is_over else detokenizer.stable_len
         return text[begin : sample.num_shown]
 
-    def _new_logprobs(self, sample: _Sample, have: int) -> list[dict[int, Logprob]]:
-        """The log-probabilities of a sample's tokens from the one at place `have` on."""
+    def _add_logprobs(self, news: News, sample: _Sample, have: int) -> None:
+        """Adds the log-probabilities of a sample's tokens from the one at place `have` on."""
         places = sample.request.logprobs[have : sample.num_told]
         sample.logprob_sum += sum(place.logprobs[0] for place in places)
-        return label_places(places, self._texts)
+        news.scores = places
+        if self._texts is not None:
+            news.logprobs = label_places(places, self._texts)
 
-    def _new_prompt_logprobs(self, ticket: Ticket) -> list[dict[int, Logprob] | None] | None:
-        """The prompt's log-probabilities where they have not been told; they are known before any token is."""
-        if ticket.prepared.params.prompt_logprobs is None or ticket.has_told_prompt:
-            return None
-        found = label_prompt(ticket.requests[0], self._texts)
-        ticket.has_told_prompt = found is not None
-        return found
+    def _add_prompt_logprobs(self, news: News) -> None:
+        """Adds the prompt's log-probabilities where they have not been told; they are known before any token is."""
+        ticket = news.ticket
+        scores = ticket.requests[0].prompt_scores
+        if scores is None or ticket.has_told_prompt or not scores.is_complete:
+            return
+        if self._texts is not None:
+            news.prompt_logprobs = [None, *label_places(scores.found, self._texts)]
+        news.prompt_scores = scores.found
+        ticket.has_told_prompt = True
+
+    def _fail_text(self, sample: _Sample, fault: RequestFault) -> None:
+        """Ends the request of a sample whose tokens have no text."""
+        sample.has_no_text, sample.append = True, None
+        self._fail(sample.request, str(fault))
 
     def _fail(self, request: Request, why: str) -> None:
         """Ends a request whose tokens have no text."""
@@ -413,7 +476,9 @@ class EngineThread:
         told = [sample.index for sample in self._samples.values() if sample.ticket is ticket]
         indices = told if ticket.requests else range(ticket.prepared.params.n)
         ticket.metrics = replace(ticket.metrics, finish_time=time.perf_counter())
-        logprobs: list[dict[int, Logprob]] | None = None if ticket.prepared.params.logprobs is None else []
-        news = [News(ticket, CompletionOutput(i, [], "", reason, logprobs), ticket.metrics) for i in indices]
+        news = [News(ticket, i, [], "", ticket.metrics, finish_reason=reason) for i in indices]
+        if ticket.prepared.params.logprobs is not None:
+            for one in news:
+                one.scores, one.logprobs = [], None if self._texts is None else []
         news[-1].is_last, news[-1].error = True, error
         return news

@@ -11,8 +11,11 @@ from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RequestFault
 from tsched.requests.grammar import GrammarState
 from tsched.requests.outputs import Logprob, RequestMetrics
+from tsched.requests.stopping import should_stop
 from tsched.requests.token_texts import TokenTexts
-from tsched.scheduling.sequence import Sequence
+from tsched.scheduling.sequence import Ints, Sequence
+
+AT_FAULT = "a kernel, the weights or the dtype's range is at fault"
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +34,7 @@ class Request:
         grammar: How far the output has come in its grammar, where it has one.
         prompt_scores: The prompt's log-probabilities, where the request asks for them.
         error: Why it failed; None where it did not.
+        at_fault: The field of its parameters that made it fail; None where none did.
     """
 
     sequence: Sequence
@@ -43,6 +47,7 @@ class Request:
     grammar: GrammarState | None = None
     prompt_scores: PromptScores | None = None
     error: str | None = None
+    at_fault: str | None = None
 
     @property
     def stops_at_text(self) -> bool:
@@ -89,6 +94,48 @@ class Request:
             self.error = self.error or str(fault)
             return "error"
         return "stop" if self.detokenizer.is_stopped else None
+
+    def ask_criteria(self, known: Ints) -> str | None:
+        """Asks its stopping criteria about the tokens `known` [n] of its sequence, read-only.
+
+        Returns:
+            "stop" where one of them ends the output, "error" where one fails, else None.
+        """
+        prompt, output = known[: self.sequence.prompt_len], known[self.sequence.prompt_len :]
+        try:
+            return "stop" if should_stop(self.sequence.params.criteria, prompt, output) else None
+        except RequestFault as fault:
+            self.error = str(fault)
+            return "error"
+
+    def advance_grammar(self, token: int) -> str | None:
+        """Appends a new token to its grammar. Returns why it ends the output; None where it does not."""
+        grammar, sequence = self.grammar, self.sequence
+        if grammar is None or sequence.finish_reason not in (None, "length"):  # an end token is no part of the form
+            return None
+        if not grammar.append(token):
+            return None
+        if grammar.error is not None:
+            if self.error is None:
+                self.error, self.at_fault = grammar.error, "structured_outputs"
+            return "error"
+        if sequence.finish_reason is not None:  # complete, if just at its longest
+            sequence.finish_reason = "stop"
+        return "stop"
+
+    def finish(self, now: float) -> None:
+        """Completes its text and times: its sequence has finished, at `now` on time.perf_counter's clock."""
+        self.finish_time = now
+        if self.prompt_scores is not None and self.prompt_scores.has_nan and self.error is None:
+            self.fail(f"the model's logits for the prompt's tokens are not finite: {AT_FAULT}")
+        if self.detokenizer is not None and self.stops_at_text:
+            try:
+                self.detokenizer.finish()
+            except RequestFault as fault:
+                self.fail(str(fault))
+            if self.detokenizer.is_stopped and self.error is None:
+                # The last token may have reached a length limit too; a stop string comes first.
+                self.sequence.finish_reason = "stop"
 
     def fail(self, why: str) -> None:
         """Ends it in an error; the first one stays."""
@@ -166,3 +213,9 @@ def joint_error(requests: Items[Request]) -> str | None:
     if len(requests) == 1:
         return errors[0][1] if errors else None
     return "; ".join(f"completion {index}: {error}" for index, error in errors) or None
+
+
+def joint_fault(requests: Items[Request]) -> str | None:
+    """The field of their parameters that made samples of one request fail; None where any failed of something else."""
+    faults = {request.at_fault for request in requests if request.error is not None}
+    return faults.pop() if len(faults) == 1 else None

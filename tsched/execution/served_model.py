@@ -19,6 +19,7 @@ from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.model_runner import ModelRunner
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options
@@ -26,6 +27,7 @@ from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import GrammarCompiler
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
@@ -162,7 +164,7 @@ class ServedModel:
             self.kernels.copy_pages if kv_cache.blocks else None,
             0 if host is None else host.num_blocks,
         )
-        return Engine(
+        runner = ModelRunner(
             network,
             kv_cache,
             scheduler,
@@ -172,10 +174,10 @@ class ServedModel:
             step_inputs=self.kernels.step_inputs,
             pages=self._pages,
             states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
-            overlap=options.overlap,
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
         )
+        return Engine(scheduler, runner, overlap=options.overlap)
 
     @property
     def tokenizer(self) -> Any:
@@ -277,6 +279,8 @@ class ServedModel:
         params, grammar = prepared.params, None if prepared.grammar is None else prepared.grammar.result()
         if isinstance(grammar, str):
             raise RefusedError(grammar)
+        if grammar is not None:
+            check_first_token(params, self.config.vocab_size, self.config.eos_token_ids, grammar)
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
@@ -314,7 +318,11 @@ class ServedModel:
             self._engine.step()
 
     def start_thread(
-        self, on_news: Callable[[list[News]], object], on_end: Callable[[BaseException | None], object]
+        self,
+        on_news: Callable[[list[News]], object],
+        on_end: Callable[[BaseException | None], object],
+        *,
+        label_logprobs: bool = True,
     ) -> EngineThread:
         """Begins to serve on a thread of its own, for a caller who takes the news of all requests together.
 
@@ -325,12 +333,14 @@ class ServedModel:
         Args:
             on_news: Called on the thread after each step with what it brought, see EngineThread.
             on_end: Called on the thread once, at its end, with the engine's exception or None.
+            label_logprobs: Whether log-probabilities come with the texts of their tokens.
 
         Returns:
             The thread, which alone uses the engine from now on.
         """
         name = f"engine of {self.directory.name}"
-        self._thread = EngineThread(self._engine, self._start, self._texts, on_news=on_news, on_end=on_end, name=name)
+        texts = self._texts if label_logprobs else None
+        self._thread = EngineThread(self._engine, self._start, texts, on_news=on_news, on_end=on_end, name=name)
         return self._thread
 
     def make_ticket(

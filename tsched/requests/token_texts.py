@@ -11,7 +11,7 @@ from tsched.requests.detokenizer import IncrementalDetokenizer, Step
 from tsched.requests.errors import RequestFault
 from tsched.requests.outputs import Logprob
 from tsched.requests.sampling_params import SamplingParams
-from tsched.requests.token_bytes import find_token_bytes
+from tsched.requests.token_bytes import PlainTexts, adds_alone, find_token_bytes
 
 
 class TokenTexts:
@@ -28,10 +28,15 @@ class TokenTexts:
         """Makes texts with another tokenizer from now on."""
         self.tokenizer = tokenizer
         self._backend = _find_backend(tokenizer)
-        self._special_ids: frozenset[int] = frozenset()
+        special_ids: frozenset[int] = frozenset()
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
-            self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+            special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Both by whether special tokens are skipped.
+        self._textless = {True: special_ids, False: frozenset[int]()}
+        self._plain: dict[bool, PlainTexts] = {}
+        if self._backend is not None and adds_alone(self._backend):
+            self._plain = {skips: PlainTexts(self._backend, ids) for skips, ids in self._textless.items()}
         self._labels: dict[int, tuple[str | None, bytes | None]] = {}  # the text and the bytes of a token
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -55,7 +60,8 @@ class TokenTexts:
             partial(self.decode, skip_special_tokens=skips),
             params.stop_strings,
             open_stream=None if self._backend is None else partial(self._open_stream, skips),
-            textless=self._special_ids if skips else frozenset(),
+            textless=self._textless[skips],
+            plain=self._plain.get(skips),
             includes_stop=params.include_stop_str_in_output,
         )
 

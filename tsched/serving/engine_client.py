@@ -117,6 +117,7 @@ class Delta(NamedTuple):
         num_cached_tokens: Prompt tokens found in the prefix cache; None until known.
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
+        at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
     """
 
     samples: list[SampleDelta]
@@ -125,6 +126,7 @@ class Delta(NamedTuple):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
+    at_fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +283,7 @@ class EngineClient(Protocol):
         """Calls `on_stats` with the newest snapshot after steps that had news, from now on."""
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
-        """Swaps kernels between two steps. An engine that is started again begins with those of its start.
+        """Swaps kernels between two steps. An engine that is started again begins with them.
 
         Args:
             choices: {op: variant} or {op: {variant: {config value: number}}}, as an experiment's `kernels`; an op that

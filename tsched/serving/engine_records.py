@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tsched.serving.engine_client import ModelFacts, RequestTimes, SampleDelta, StatsSnapshot, TokenScores
+from tsched.serving.engine_client import Delta, ModelFacts, RequestTimes, SampleDelta, StatsSnapshot, TokenScores
 
 if TYPE_CHECKING:  # they load torch, and who has an engine has loaded it
+    from tsched.execution.engine_thread import News
     from tsched.execution.phase_times import PhaseTimes
+    from tsched.execution.sampler import TokenLogprobs
     from tsched.execution.served_model import ServedModel
     from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics
 
@@ -68,7 +70,7 @@ def describe_error(error: BaseException | None) -> str:
 
 def make_sample(output: CompletionOutput) -> SampleDelta:
     """What is new in a completion."""
-    scores = None if output.logprobs is None else [make_scores(place) for place in output.logprobs]
+    scores = None if output.logprobs is None else [_forget_labels(place) for place in output.logprobs]
     return SampleDelta(output.index, output.token_ids, output.text, scores, output.finish_reason, output.stop_reason)
 
 
@@ -80,9 +82,45 @@ def make_times(metrics: RequestMetrics) -> RequestTimes:
 
 def make_prompt_scores(places: list[dict[int, Logprob] | None] | None) -> list[TokenScores | None] | None:
     """The log-probabilities of a prompt."""
-    return None if places is None else [None if place is None else make_scores(place) for place in places]
+    return None if places is None else [None if place is None else _forget_labels(place) for place in places]
 
 
-def make_scores(place: Mapping[int, Logprob]) -> TokenScores:
-    """Those at one place."""
+def make_delta(news: News) -> Delta:
+    """What is new in a sample of a request, of a thread that labels no log-probabilities."""
+    prompt_scores: list[TokenScores | None] | None = None
+    if news.prompt_scores is not None:
+        prompt_scores = [None, *(make_scores(place) for place in news.prompt_scores)]
+    return Delta(
+        [
+            SampleDelta(
+                news.index, news.token_ids, news.text, describe_scores(news), news.finish_reason, news.stop_reason
+            )
+        ],
+        news.is_last,
+        news.error,
+        num_cached_tokens=news.ticket.num_cached_tokens,
+        prompt_logprobs=prompt_scores,
+        times=make_times(news.metrics) if news.is_last else None,
+        at_fault=news.ticket.at_fault,
+    )
+
+
+def describe_scores(news: News) -> list[TokenScores] | None:
+    """The log-probabilities of news; None unless asked for."""
+    return None if news.scores is None else [make_scores(place) for place in news.scores]
+
+
+def make_scores(place: TokenLogprobs) -> TokenScores:
+    """The log-probabilities at one place; the chosen token may be one of the most likely too, and stands first."""
+    token_ids, logprobs = place.token_ids, place.logprobs
+    chosen = token_ids[0]
+    if chosen not in token_ids[1:]:
+        return TokenScores(token_ids, logprobs)
+    again = token_ids.index(chosen, 1)
+    if again == 1:
+        return TokenScores(token_ids[1:], logprobs[1:])
+    return TokenScores(token_ids[:again] + token_ids[again + 1 :], logprobs[:again] + logprobs[again + 1 :])
+
+
+def _forget_labels(place: Mapping[int, Logprob]) -> TokenScores:
     return TokenScores(list(place), [one.logprob for one in place.values()])

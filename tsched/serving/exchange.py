@@ -14,6 +14,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tsched.requests.errors import RefusedError
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
 from tsched.serving.auth import Tenant
 from tsched.serving.body import ClientGoneError, read_body
@@ -33,6 +35,7 @@ from tsched.serving.responses import Answer, error_frame
 
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
 _JSON = [(b"content-type", b"application/json")]
+_PING = b": ping\n\n"  # a comment, which clients skip: proxies cut a connection that is silent for long
 _STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -77,7 +80,8 @@ class Exchange(Response):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_started = False  # the response, so its status is sent
         self._sending_since: float | None = None
-        self._is_stream = False
+        self._written_at = 0.0
+        self._pinging: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._task = asyncio.current_task()
@@ -102,6 +106,8 @@ class Exchange(Response):
             self._meter.end(outcome.status, outcome.error, outcome.finish_reasons, outcome.num_prompt_tokens)
             for timer in self._timers.values():
                 timer.cancel()
+            if self._pinging is not None:
+                self._pinging.cancel()
             self._front.exchanges.discard(self)
 
     def end(self, reason: ApiError | ClientGoneError) -> None:
@@ -121,11 +127,12 @@ class Exchange(Response):
         else:
             request = parse_request(self._kind, body)
         sampling = check_request(request, self._front.facts())
-        self._is_stream = bool(request.stream)
+        self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
             ticket = self._admit(request, len(body))
             try:
+                await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
             finally:
                 ticket.give_back()
@@ -144,6 +151,14 @@ class Exchange(Response):
                 429, admitted.message, admitted.reason, kind="rate_limit_error", retry_after=admitted.retry_after
             )
         return admitted
+
+    async def _read_form(self, request: GenerationRequest, sampling: dict[str, Any]) -> None:
+        """Reads the form that the output must have, before anything is tokenized; ApiError where it is none."""
+        if "structured_outputs" in sampling:
+            try:
+                await self._front.read_form(StructuredOutputsParams(**sampling["structured_outputs"]))
+            except RefusedError as error:
+                raise refuse(request, error) from None
 
     async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
         front = self._front
@@ -180,6 +195,8 @@ class Exchange(Response):
 
     async def _stream(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         self._end_stalled()
+        self._written_at = asyncio.get_running_loop().time()
+        self._ping_silent()
         async for place, delta in deltas:
             self._take_note(place, delta, ticket)
             chunks = answer.write_chunks(place, delta)
@@ -198,6 +215,8 @@ class Exchange(Response):
             ticket.start()
         reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
         self.outcome.finish_reasons += reasons
+        if delta.error is not None and delta.at_fault is not None:
+            raise refuse(self._request, RequestRefusedError(delta.error, delta.at_fault), "unsatisfiable")
         if delta.error is not None or "error" in reasons:
             raise engine_failure(delta.error or "the engine failed at this request")
         if "abort" in reasons:
@@ -221,6 +240,21 @@ class Exchange(Response):
         else:
             self._timers["write"] = loop.call_later(longest / 4, self._end_stalled)
 
+    def _ping_silent(self) -> None:
+        """Writes a comment where nothing was written for ping_interval; asks again."""
+        loop, interval = asyncio.get_running_loop(), self._front.limits.ping_interval
+        silence = loop.time() - self._written_at
+        if silence >= interval:
+            silence = 0.0
+            if self._sending_since is None:  # else bytes wait to be read
+                self._pinging = loop.create_task(self._ping())
+        self._timers["ping"] = loop.call_later(interval - silence, self._ping_silent)
+
+    async def _ping(self) -> None:
+        if not self._is_started:
+            await self._start(200, _STREAM)
+        await self._write(_PING)
+
     async def _fail(self, error: ApiError | ClientGoneError) -> None:
         """Says the error where somebody may hear it: as a response, or as a stream's last event."""
         if isinstance(error, ClientGoneError):
@@ -243,9 +277,10 @@ class Exchange(Response):
         await self._send(message)
 
     async def _write(self, body: bytes, *, more: bool = True) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
+        self._sending_since = self._written_at = asyncio.get_running_loop().time()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending_since = None
+        if more:  # else nothing may follow, not even a comment
+            self._sending_since = None
 
 
 async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Delta]]:

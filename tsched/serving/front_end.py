@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsched.requests.chat_template import ChatEncoder, ChatTemplate, read_chat_template
+from tsched.requests.grammar_reader import GrammarReader
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import Admission
 from tsched.serving.auth import Keys
 from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
@@ -61,6 +63,7 @@ class FrontEnd:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         self.pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
+        self._forms, self._form_thread = GrammarReader(), ThreadPoolExecutor(1, thread_name_prefix="forms")
         self.is_loaded = asyncio.Event()  # or has failed to
         self._chat_template = chat_template
         self._admission: Admission | None = None
@@ -95,7 +98,8 @@ class FrontEnd:
             if task is not None:
                 task.cancel()
         await self.client.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.pool, self._form_thread):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def facts(self) -> ModelFacts:
         """Of the model; ApiError 503 before it is loaded."""
@@ -118,6 +122,11 @@ class FrontEnd:
             self.facts()
             raise unavailable("the model is being loaded", 1.0)
         return self._admission
+
+    async def read_form(self, form: StructuredOutputsParams) -> None:
+        """Reads the form of an output; one that was read before takes no time. RefusedError says what is wrong."""
+        if not self._forms.has_read(form):
+            await asyncio.get_running_loop().run_in_executor(self._form_thread, self._forms.read, form)
 
     def readiness(self) -> Mapping[str, Any]:
         """Whether requests are taken, and why not."""

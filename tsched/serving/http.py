@@ -17,34 +17,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tsched.serving.front_end import FrontEnd
 from tsched.serving.limits import ServerLimits
+from tsched.serving.listening import BACKLOG, ServerStartError
 from tsched.serving.protocol.errors import ApiError
-from tsched.torch_free import TKernelsError
 
-_BACKLOG = 2048
 _DROP_S = 2.0
-
-
-class ServerStartError(TKernelsError, RuntimeError):
-    """The server could not start; the message says why."""
-
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
-
-    Raises:
-        ServerStartError: The port is in use, or the host is none of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ServerStartError(f"cannot listen at {host}:{port}: {reason}") from error
-    listening.setblocking(False)
-    return listening
 
 
 def serve(app: FastAPI, listening: socket.socket) -> None:
@@ -71,7 +47,7 @@ def make_server(app: FastAPI) -> DrainingServer:
         access_log=False,
         server_header=False,
         lifespan="on",
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=max(1, round(front.limits.keep_alive_timeout)),
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=front.limits.max_header_bytes,

@@ -57,6 +57,9 @@ class ServerLimits:
             gt=0,
         ),
     ] = 600.0
+    ping_interval: Annotated[
+        float, Option("seconds of silence in a stream before a comment says that it goes on", unit="seconds", gt=0)
+    ] = 15.0
     drain_timeout: Annotated[
         float, Option("seconds that running requests have to end after the first SIGTERM", unit="seconds", gt=0)
     ] = 30.0

@@ -179,6 +179,7 @@ class LocalStream:
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=make_prompt_scores(output.prompt_logprobs),
             times=make_times(output.metrics) if output.finished else None,
+            at_fault=None if output.error is None else self._stream.at_fault,
         )
 
     async def aclose(self) -> None:

@@ -30,8 +30,8 @@ from tsched.serving.engine_client import (
     read_sampling,
 )
 from tsched.serving.limits import ServerLimits
-from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
-from tsched.serving.worker_process import WorkerProcess
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas, scores_of
+from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
 
 MOST_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
@@ -106,6 +106,7 @@ class SupervisedClient:
         self._state: State = "loading"
         self._failure: str | None = None
         self._facts: ModelFacts | None = None
+        self._started: StartedWorker | None = None  # before the event loop runs
         self._worker: WorkerProcess | None = None
         self._served: dict[str, _Served] = {}  # unfinished requests in the order of arrival
         self._all_ended = asyncio.Event()
@@ -136,6 +137,10 @@ class SupervisedClient:
     def worker_pid(self) -> int | None:
         """Of the process that serves; None between two."""
         return None if self._worker is None else self._worker.pid
+
+    def start_early(self) -> None:
+        """Starts the worker's process where no event loop runs yet: it loads torch while the caller gets ready."""
+        self._started = start_process()
 
     async def start(self) -> None:
         """Starts the worker and returns when it has loaded the model.
@@ -191,7 +196,10 @@ class SupervisedClient:
             raise EngineUnavailableError(*self._why_unavailable())
         self._num_swaps += 1
         swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
-        self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        try:
+            self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        except LinkError as error:
+            raise RequestRefusedError(str(error), "kernels") from error
         self._swaps[swap_id] = answer
         try:
             return await answer
@@ -237,17 +245,23 @@ class SupervisedClient:
             self._failure = message["reason"]
             if kind == "failed":
                 self._fail_all(message["reason"])
-        elif kind in ("swapped", "swap_refused"):
-            if kind == "swapped" and self._stats is not None:
-                self._stats = replace(self._stats, arm=message["arm"])
+        elif kind == "swapped":
+            self._take_swap(message)
+        elif kind == "swap_refused":
             answer = self._swaps.get(message["id"])
             if answer is not None and not answer.done():
-                if kind == "swapped":
-                    answer.set_result(KernelSwap(message["first_step"], message["arm"]))
-                else:
-                    answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
+                answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
         else:
             raise LinkError(f"nobody knows a message {kind!r} here")
+
+    def _take_swap(self, message: Message) -> None:
+        """Notes the kernels that serve now; the next worker begins with them."""
+        if self._stats is not None:
+            self._stats = replace(self._stats, arm=message["arm"])
+        self._load["options"]["kernels"] = message["kernels"]
+        answer = self._swaps.get(message["id"])
+        if answer is not None and not answer.done():
+            answer.set_result(KernelSwap(message["first_step"], message["arm"]))
 
     def _begin(self, message: Message) -> None:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
@@ -269,8 +283,8 @@ class SupervisedClient:
         self._stats = stats
         for listener in self._listeners if is_newer else ():
             listener(self.stats())
-        for request_id, sample, token_ids, text in message["tokens"]:
-            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text)], False))
+        for request_id, sample, token_ids, text, scores in message["tokens"]:
+            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text, scores_of(scores))], False))
         for request_id, written in message["deltas"]:
             self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:
@@ -290,7 +304,8 @@ class SupervisedClient:
 
     async def _start_worker(self) -> None:
         self._failure = None
-        self._worker = WorkerProcess(self._receive, self._on_death)
+        started, self._started = self._started or start_process(), None
+        self._worker = WorkerProcess(started, self._receive, self._on_death)
         await self._worker.open()
         self._worker.send(self._load)
 

@@ -20,21 +20,27 @@ from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.execution.served_model import ServedModel
-from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
+from tsched.serving.engine_client import (
+    Delta,
+    EngineRequest,
+    RequestRefusedError,
+    StatsSnapshot,
+    TokenScores,
+    read_sampling,
+)
 from tsched.serving.engine_records import (
     describe_error,
     describe_failure,
     describe_model,
-    make_prompt_scores,
-    make_sample,
-    make_times,
+    describe_scores,
+    make_delta,
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
 
-PlainTokens = tuple[str, int, list[int], str]
-"""(request, sample, new tokens, their text): of a step nearly all news are such, and as records they cost five times
-as much."""
+PlainTokens = tuple[str, int, list[int], str, list[TokenScores] | None]
+"""(request, sample, new tokens, their text and, where asked for, log-probabilities): of a step nearly all news are
+such, and as records they cost five times as much."""
 
 Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
@@ -98,6 +104,7 @@ class Worker:
         thread = served.start_thread(
             on_news=lambda news: loop.call_soon_threadsafe(self._tell, news),
             on_end=lambda failure: loop.call_soon_threadsafe(self._end, failure),
+            label_logprobs=False,  # the front end does, with the texts of the tokens that it has
         )
         self._engine = _Engine(served, times, thread)
         self._send({"kind": "ready", "facts": asdict(facts), "stats": asdict(read_stats(served, times))})
@@ -147,15 +154,15 @@ class Worker:
         deltas: list[tuple[str, Delta]] = []
         refusals: list[Refusal] = []
         for one in news:
-            ticket, new = one.ticket, one.completion
+            ticket = one.ticket
             request_id = str(ticket.prepared.request_id)
-            if new.finish_reason is None and new.logprobs is None and one.prompt_logprobs is None:
-                tokens.append((request_id, new.index, new.token_ids, new.text))
+            if one.finish_reason is None and one.prompt_scores is None:
+                tokens.append((request_id, one.index, one.token_ids, one.text, describe_scores(one)))
                 continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
             if ticket.refusal is None:
-                deltas.append((request_id, _make_delta(one)))
+                deltas.append((request_id, make_delta(one)))
             elif one.is_last:
                 refusals.append((request_id, ticket.refusal, "prompt"))
         self._send_news(engine, tokens, deltas, refusals)
@@ -171,19 +178,23 @@ class Worker:
         stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
         try:
             self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
-        except LinkError as error:  # log-probabilities of long prompts
-            if len(deltas) > 1:
-                half = len(deltas) // 2
-                self._send_news(engine, tokens, deltas[:half])
-                self._send_news(engine, deltas=deltas[half:], refusals=refusals)
-                return
-            ((request_id, _),) = deltas
-            ticket = self._tickets.pop(request_id, None)
-            if ticket is not None:
-                engine.thread.abort(ticket)
-            self._send_news(
-                engine, tokens, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)]
-            )
+        except LinkError as error:  # log-probabilities of long prompts, or of whole vocabularies
+            if tokens and deltas:
+                self._send_news(engine, tokens)
+                self._send_news(engine, deltas=deltas, refusals=refusals)
+            elif len(tokens) > 1 or len(deltas) > 1:
+                half = (len(tokens) + len(deltas)) // 2
+                self._send_news(engine, tokens[:half], deltas[:half])
+                self._send_news(engine, tokens[half:], deltas[half:], refusals)
+            else:
+                self._refuse_news(engine, str((tokens or deltas)[0][0]), error, refusals)
+
+    def _refuse_news(self, engine: _Engine, request_id: str, error: LinkError, refusals: Sequence[Refusal]) -> None:
+        """Ends a request whose news no message holds."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            engine.thread.abort(ticket)
+        self._send_news(engine, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)])
 
     def _end(self, failure: BaseException | None) -> None:
         """The engine has ended, which it does of itself only by failing."""
@@ -199,8 +210,9 @@ class Worker:
                 reason = str(error) if is_refusal else describe_error(error)
                 self._send({"kind": "swap_refused", "id": swap_id, "reason": reason, "param": "kernels"})
             else:
-                arm = engine.served.arm
-                self._send({"kind": "swapped", "id": swap_id, "first_step": first_step, "arm": arm})
+                served = engine.served
+                now = {"first_step": first_step, "arm": served.arm, "kernels": served._choices}
+                self._send({"kind": "swapped", "id": swap_id, **now})
 
     async def _beat(self) -> None:
         """Sends the engine's counts now and then: they show whether it moves where nobody gets a token."""
@@ -223,18 +235,6 @@ class Worker:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _make_delta(news: News) -> Delta:
-    prompt_scores = make_prompt_scores(news.prompt_logprobs)
-    return Delta(
-        [make_sample(news.completion)],
-        news.is_last,
-        news.error,
-        num_cached_tokens=news.ticket.num_cached_tokens,
-        prompt_logprobs=prompt_scores,
-        times=make_times(news.metrics) if news.is_last else None,
-    )
 
 
 def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:

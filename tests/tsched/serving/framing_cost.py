@@ -1,6 +1,6 @@
 """What a worker spends a step on its link, beside its scheduler in the same run.
 
-python -m tests.tsched.serving.framing_cost [--streams 256] [--tokens 160]
+python -m tests.tsched.serving.framing_cost [--streams 256] [--tokens 160] [--logprobs N]
 
 The trained model "tiny" serves `streams` requests at once in a worker whose link ends in nothing. Of the steps in which
 all of them decode it prints, in the processor's time of the thread that spends it:
@@ -43,7 +43,7 @@ class Sink:
         self.sizes.append(len(frame))
 
 
-async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int) -> None:
+async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int, logprobs: int | None) -> None:
     times = PhaseTimes(NVTX)
     served = ServedModel(preset_path("tiny"), device="cpu", max_num_seqs=streams, kv_cache_bytes=1 << 28, ranges=times)
     scheduler, loop = served._engine.scheduler, asyncio.get_running_loop()
@@ -61,10 +61,10 @@ async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int) -> None:
     tell = clocks.timed("framing", worker._tell)
     gc.collect()
     thread = served.start_thread(
-        on_news=lambda news: loop.call_soon_threadsafe(tell, news), on_end=lambda failure: None
+        lambda news: loop.call_soon_threadsafe(tell, news), lambda failure: None, label_logprobs=False
     )
     worker._engine = engine = _Engine(served, times, thread)
-    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": logprobs}
     for number in range(streams):
         worker._submit(engine, EngineRequest(str(number), [3 + number % 500, 5, 7], sampling))
     while worker._tickets:
@@ -77,11 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--logprobs", type=int)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     clocks, sink = Clocks(threading.main_thread().ident or 0), Sink()
     clocks.spent["framing"] = 0.0
-    asyncio.run(serve(clocks, sink, asked.streams, asked.tokens))
+    asyncio.run(serve(clocks, sink, asked.streams, asked.tokens, asked.logprobs))
     first, last = clocks.steps[_WARM_UP], clocks.steps[-1]
     num_steps = len(clocks.steps) - 1 - _WARM_UP
     each = {part: (last[part] - first[part]) / num_steps for part in ("scheduler", "report", "framing")}

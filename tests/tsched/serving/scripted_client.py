@@ -28,15 +28,24 @@ class ScriptedClient:
         tokenizer: The directory of one.
         pace: Seconds between tokens.
         first: Seconds before the first.
+        holds_after: Tokens after which every stream waits for `may_go_on`.
         fails_after: Tokens after which every stream fails.
         width: Times that each token's text is repeated.
     """
 
     def __init__(
-        self, tokenizer: Path, *, pace: float = 0.0, first: float = 0.0, fails_after: int | None = None, width: int = 1
+        self,
+        tokenizer: Path,
+        *,
+        pace: float = 0.0,
+        first: float = 0.0,
+        holds_after: int | None = None,
+        fails_after: int | None = None,
+        width: int = 1,
     ) -> None:
         self.state: State = "loading"
         self.pace, self.first, self.fails_after, self.width = pace, first, fails_after, width
+        self.holds_after, self.may_go_on = holds_after, asyncio.Event()
         self.may_load = asyncio.Event()
         self.may_load.set()
         self.submitted: list[EngineRequest] = []
@@ -93,6 +102,8 @@ class ScriptedStream:
         if self._is_over:
             raise StopAsyncIteration
         await asyncio.sleep(client.pace if self._num_out else client.first)
+        if self._num_out == client.holds_after:
+            await client.may_go_on.wait()
         if self._num_out == client.fails_after:
             raise EngineFailedError("the worker was killed")
         num_new = min(1, most)

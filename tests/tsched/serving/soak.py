@@ -2,20 +2,18 @@
 
     python -m tests.tsched.serving.soak --minutes 3
 
-Of the requests a fifth leave early, at a random moment, and a twentieth are refused. In the middle the worker is
-killed.
+Of the requests a fifth leave early, at a random moment, and a twentieth are refused. After a third of the time the
+worker is killed. What was counted must add up, and nothing may be left: requests, blocks, open files, threads; from
+ten minutes on neither process may grow by a MB a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
-TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
+from tests.tsched.serving.raw_http import Answer, ask, encode_request
+from tests.tsched.serving.tk_serve import Served, count_files, find_worker, memory, serving
+from tsched.serving.limits import ServerLimits
+
 CLIENTS = 16
+MOST_GROWTH = 1.0  # MB a minute
+_POOLS_FILL = 10.0  # minutes
 
 
 @dataclass
@@ -36,31 +38,18 @@ class Soak:
     """What clients saw, and the server's size over time.
 
     Attributes:
+        served: The server.
         answers: Outcome -> how many requests had it.
         faults: What no client should see.
         front: (seconds, bytes of memory) of the front end.
         worker: The same of the worker, since its last start.
     """
 
-    port: int
+    served: Served
     answers: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     front: list[tuple[float, int]] = field(default_factory=list)
     worker: list[tuple[float, int]] = field(default_factory=list)
-
-
-async def ask(port: int, method: str, path: str, body: Any = None, leave_after: float | None = None) -> bytes:
-    """A request on a connection of its own: all bytes of the answer, or none where the client left."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = b"" if body is None else json.dumps(body).encode()
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
-    try:
-        writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-        return await asyncio.wait_for(reader.read(), leave_after)
-    except TimeoutError:
-        return b""
-    finally:
-        writer.close()
 
 
 async def client(soak: Soak, draw: random.Random, until: float) -> None:
@@ -68,65 +57,51 @@ async def client(soak: Soak, draw: random.Random, until: float) -> None:
     while time.monotonic() < until:
         kind = draw.random()
         body = {
-            "model": "soak", "prompt": [draw.randrange(1, 300) for _ in range(draw.randrange(1, 40))],
+            "model": "served", "prompt": [draw.randrange(1, 300) for _ in range(draw.randrange(1, 40))],
             "max_tokens": draw.randrange(1, 60), "stream": draw.random() < 0.6, "ignore_eos": True,
             "seed": draw.randrange(1000), "n": draw.choice([1, 1, 2]),
         }  # fmt: skip
         if kind < 0.05:
             body |= draw.choice([{"prompt": [300]}, {"top_p": 7}, {"model": "none"}, {"max_tokens": 500}])
-        leave_after = draw.random() * 0.3 if kind > 0.8 else None
+        leave_after = None
+        if kind > 0.8:  # before the last of as many tokens as the model's length leaves
+            body["max_tokens"], leave_after = 85, draw.random() * 0.08
         try:
-            answer = await ask(soak.port, "POST", "/v1/completions", body, leave_after)
+            answer = await ask(soak.served.port, encode_request("POST", "/v1/completions", body), leave_after)
         except OSError as error:
             soak.faults.append(f"no connection: {error}")
             continue
-        judge(soak, body, answer, must_be_refused=kind < 0.05, has_left=leave_after is not None)
-        if b"HTTP/1.1 503" in answer:
+        outcome = judge(body, answer, must_be_refused=kind < 0.05, has_left=leave_after is not None)
+        soak.answers[outcome] += 1
+        if outcome == "fault":
+            soak.faults.append(f"{answer.status} {answer.body[-300:]!r} to {body}")
+        if answer.status == 503:
             await asyncio.sleep(0.2)
 
 
-def judge(soak: Soak, body: dict[str, Any], answer: bytes, *, must_be_refused: bool, has_left: bool) -> None:
-    if has_left and not answer:
-        soak.answers["left"] += 1
-        return
-    status = int(answer[9:12])
-    is_whole = b"[DONE]" in answer if body["stream"] else b'"usage"' in answer
+def judge(body: dict[str, Any], answer: Answer, *, must_be_refused: bool, has_left: bool) -> str:
+    """The outcome of a request; "fault" where no client should see it."""
+    if has_left and not answer.is_whole:
+        return "left"
     if must_be_refused:
-        outcome = "refused" if status in (400, 404) or status == 503 else "fault"
-    elif status == 200 and b'"error"' in answer:
-        outcome = "error frame" if b"[DONE]" not in answer else "fault"
-    elif status == 200:
-        outcome = "whole" if is_whole else "fault"
-    else:
-        outcome = str(status) if status in (429, 500, 503) else "fault"
-    soak.answers[outcome] += 1
-    if outcome == "fault":
-        soak.faults.append(repr(answer[:300]))
+        return "refused" if answer.status in (400, 404, 503) else "fault"
+    if answer.status == 200 and answer.error is not None:
+        return "fault" if answer.is_done else "error frame"
+    if answer.status == 200:
+        return "whole" if (answer.is_done if body["stream"] else answer.is_whole) else "fault"
+    return str(answer.status) if answer.status in (429, 500, 503) else "fault"
 
 
-def memory(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
-
-
-def worker_of(pid: int) -> int | None:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0]) if children else None
-
-
-async def watch(soak: Soak, pid: int, until: float) -> None:
+async def watch(soak: Soak, until: float) -> None:
     """Notes the sizes once a second."""
     known: int | None = None
     while time.monotonic() < until:
-        worker = worker_of(pid)
+        worker = find_worker(soak.served.pid)
         if worker != known:
             known, soak.worker = worker, []
-        try:
-            soak.front.append((time.monotonic(), memory(pid)))
-            if worker is not None:
-                soak.worker.append((time.monotonic(), memory(worker)))
-        except OSError:  # it has just died
-            pass
+        soak.front.append((time.monotonic(), memory(soak.served.pid)))
+        if worker is not None:
+            soak.worker.append((time.monotonic(), memory(worker)))
         await asyncio.sleep(1.0)
 
 
@@ -136,84 +111,91 @@ def slope(sizes: list[tuple[float, int]]) -> float:
     return float(np.polyfit(later[:, 0] / 60, later[:, 1] / 1e6, 1)[0]) if len(later) > 3 else 0.0
 
 
-async def drive(soak: Soak, pid: int, seconds: float) -> dict[str, float]:
-    """Loads the server for so long, kills its worker once, and returns the metrics when it is at rest again."""
-    while b'"ready"' not in await ask(soak.port, "GET", "/ready"):
-        await asyncio.sleep(0.1)
+async def drive(soak: Soak, seconds: float) -> None:
+    """Loads the server for so long, and kills its worker once."""
     until = time.monotonic() + seconds
     draw = random.Random(0)
     clients = [asyncio.create_task(client(soak, random.Random(draw.random()), until)) for _ in range(CLIENTS)]
-    watching = asyncio.create_task(watch(soak, pid, until))
-    await asyncio.sleep(seconds / 2)
-    worker = worker_of(pid)
-    assert worker is not None
-    os.kill(worker, signal.SIGKILL)
+    watching = asyncio.create_task(watch(soak, until))
+    await asyncio.sleep(seconds / 3)
+    os.kill(soak.served.find_worker(), signal.SIGKILL)
     await asyncio.gather(*clients, watching)
-    await asyncio.sleep(1.0)
-    text = (await ask(soak.port, "GET", "/metrics")).partition(b"\r\n\r\n")[2].decode()
-    found: dict[str, float] = {}
-    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
-        found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+    await asyncio.sleep(1.0)  # who has just left is noticed
 
 
-def check(soak: Soak, found: dict[str, float]) -> list[str]:
-    """What is wrong after the load; nothing should be."""
-    received, refused = found["tkernels_requests_received_total"], found.get("tkernels_requests_refused_total", 0)
-    finished = found["vllm:request_success_total"]
-    wrong = [f"a client saw: {fault}" for fault in soak.faults]
-    if received != refused + finished:
-        wrong.append(f"received {received:.0f}, refused {refused:.0f}, finished {finished:.0f}")
+def check_counts(soak: Soak) -> list[str]:
+    """What does not add up after the load."""
+    found, wrong = soak.served.measure(), [f"a client saw: {fault}" for fault in soak.faults]
+    received, refused = found["tkernels_requests_received_total"], found["tkernels_requests_refused_total"]
+    if received != refused + found["vllm:request_success_total"]:
+        wrong.append(f"received {received:.0f}, refused {refused:.0f}, {found['vllm:request_success_total']:.0f} ended")
     sent = sum(soak.answers.values())
     if not sent - soak.answers["left"] <= received <= sent:  # who leaves at once may not have been heard
         wrong.append(f"{sent} requests were sent and {received:.0f} received")
-    wrong += [f"{name} is {found[name]}" for name in _AT_REST if found[name]]
     if found["tkernels_worker_restarts_total"] != 1:
         wrong.append(f"{found['tkernels_worker_restarts_total']:.0f} restarts")
-    return wrong
+    left = {**soak.served.load(), "blocks in use": found["vllm:kv_cache_usage_perc"]}
+    return wrong + [f"{name} is {value}" for name, value in left.items() if value]
 
 
-_AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+def find_sizes(served: Served) -> dict[str, int]:
+    """What could grow unseen: open files and threads of both processes."""
+    processes = {"front end": served.pid, "worker": served.find_worker()}
+    files = {f"files of the {name}": count_files(pid) for name, pid in processes.items()}
+    return files | {f"threads of the {name}": len(os.listdir(f"/proc/{pid}/task")) for name, pid in processes.items()}
 
 
-def run(model: Path, seconds: float) -> tuple[Soak, list[str], dict[str, float]]:
-    """(what was seen, what is wrong, the metrics)."""
-    command = [*TK, str(model), "--name", "soak", "--port", "0", "--max-num-seqs", "8", "--prefix-cache", "none"]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
-        assert process.stdout is not None
-        address = re.search(rb":(\d+)/v1", process.stdout.readline())
-        assert address is not None
-        soak = Soak(int(address[1]))
-        try:
-            found = asyncio.run(drive(soak, process.pid, seconds))
-            wrong = check(soak, found)
-            files = len(os.listdir(f"/proc/{process.pid}/fd"))
-            wrong += [f"the front end has {files} open files"] if files > 40 else []
-        finally:
-            process.send_signal(signal.SIGTERM)
-            status = process.wait(timeout=60)
-        wrong += [f"exit status {status}"] if status else []
-    return soak, wrong, found
+def find_grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Which sizes grew, but for the threads that tokenize, which start when they are first needed."""
+    may_start = ServerLimits().tokenizer_threads
+    return [
+        f"{name}: {before[name]} before, {size} after"
+        for name, size in after.items()
+        if size > before[name] + (may_start if name == "threads of the front end" else 0)
+    ]
 
 
-def main() -> None:
+def run(model: Path, folder: Path, seconds: float) -> tuple[Soak, list[str]]:
+    """(what was seen, what is wrong); the server's log is in `folder`."""
+    options = ["--max-num-seqs", "8", "--prefix-cache", "none"]
+    with serving(str(model), folder, options) as served:
+        soak, before = Soak(served), find_sizes(served)
+        asyncio.run(drive(soak, seconds))
+        wrong = check_counts(soak)
+        wrong += find_grown(before, find_sizes(served))
+        grown = {"front end": slope(soak.front), "worker": slope(soak.worker)}
+        if seconds >= 60 * _POOLS_FILL:
+            wrong += [f"the {name} grows by {mb:.2f} MB a minute" for name, mb in grown.items() if mb >= MOST_GROWTH]
+        print_figures(soak, seconds, grown)
+    return soak, wrong
+
+
+def print_figures(soak: Soak, seconds: float, grown: dict[str, float]) -> None:
+    found = soak.served.measure()
+    print(f"{sum(soak.answers.values())} requests in {seconds / 60:g} minutes: {dict(soak.answers.most_common())}")
+    names = {"received": "tkernels_requests_received_total", "refused": "tkernels_requests_refused_total",
+             "finished": "vllm:request_success_total", "output tokens": "vllm:generation_tokens_total"}  # fmt: skip
+    print(", ".join(f"{what} {found[name]:.0f}" for what, name in names.items()))
+    for (who, mb), sizes in zip(grown.items(), (soak.front, soak.worker), strict=True):
+        since = ", since its restart" if who == "worker" else ""
+        print(f"memory of the {who}{since}: {sizes[-1][1] / 1e6:.0f} MB, {mb:+.2f} MB a minute")
+
+
+def main() -> int:
+    """1 where something is wrong."""
     from tests.tsched.random_model import save_random_model
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=3.0)
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory() as folder:
-        save_random_model(Path(folder))
-        soak, wrong, found = run(Path(folder), 60 * minutes)
-    print(f"{sum(soak.answers.values())} requests in {minutes:g} minutes: {dict(soak.answers.most_common())}")
-    names = {"received": "tkernels_requests_received_total", "refused": "tkernels_requests_refused_total",
-             "finished": "vllm:request_success_total"}  # fmt: skip
-    print(", ".join(f"{what} {found.get(name, 0):.0f}" for what, name in names.items()))
-    for who, sizes in (("front end", soak.front), ("worker, since its restart", soak.worker)):
-        print(f"memory of the {who}: {sizes[-1][1] / 1e6:.0f} MB, {slope(sizes):+.2f} MB a minute")
+        model = Path(folder) / "model"
+        model.mkdir()
+        save_random_model(model)
+        _, wrong = run(model, Path(folder), 60 * minutes)
     print("\n".join(wrong) or "nothing is wrong")
-    sys.exit(bool(wrong))
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

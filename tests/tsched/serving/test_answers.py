@@ -281,6 +281,30 @@ def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
     assert {one.name for one in fields(SamplingParams)} - CompletionRequest.model_fields.keys() == otherwise.keys()
 
 
+@pytest.mark.parametrize(
+    ("asked", "param", "begins"),
+    [
+        ({"structured_outputs": {"grammar": 'start: "a" start'}}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "bad_words": ["b"]}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [5]}, "structured_outputs", False),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", False),
+    ],
+)
+def test_a_form_that_the_request_itself_makes_impossible_is_no_fault_of_the_server(
+    asked: dict[str, Any], param: str, begins: bool, server: RunningServer
+) -> None:
+    """Clients would send it again after 500."""
+    body = {"model": "random", "prompt": "def", "max_tokens": 20, "temperature": 0, **asked}
+    code = "unsatisfiable" if begins else "invalid_value"
+    whole = server.post("/v1/completions", body)
+    assert (whole.status, whole.error["code"], whole.error["param"]) == (400, code, param), whole.body
+    streamed = server.post("/v1/completions", body | {"stream": True})
+    last = streamed.body.decode().strip().split("\n\n")[-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert streamed.status == 400 or (begins and streamed.status == 200)
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+
+
 def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:
     body = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 4, "temperature": 0}
     plain = server.post("/v1/chat/completions", body).json["choices"]

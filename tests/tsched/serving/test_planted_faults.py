@@ -86,7 +86,7 @@ def test_a_planted_fault_fails_its_test(
 ) -> None:
     plant(monkeypatch)
     wait = test_operations.wait_for
-    monkeypatch.setattr(test_operations, "wait_for", lambda condition, seconds=5.0: wait(condition, min(seconds, 0.3)))
+    monkeypatch.setattr(test_operations, "wait_for", lambda condition, seconds=20.0: wait(condition, min(seconds, 0.3)))
     with pytest.raises(AssertionError):
         test(start=start, **arguments)
     monkeypatch.undo()  # the server that is left stops as a sound one

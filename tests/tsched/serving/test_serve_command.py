@@ -35,6 +35,9 @@ def test_the_example_of_both_pages_prints_text_and_sigterm_ends_the_server(
         source = example.replace("http://127.0.0.1:8000/v1", base.group()).replace('"none"', '"none", max_retries=100')
         exec(source, {})
         assert len(capsys.readouterr().out) > 8
+        loaded = Path(f"/proc/{process.pid}/maps").read_text()
+        assert "libtorch" not in loaded
+        assert "triton" not in loaded
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=20)
     assert process.returncode == 0, log

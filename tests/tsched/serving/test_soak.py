@@ -1,4 +1,4 @@
-"""The soak of half a minute: `python -m tests.tsched.serving.soak` is the longer one."""
+"""The soak of three minutes: `python -m tests.tsched.serving.soak` is the longer one."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.tsched.serving.soak import run
 
 
 @pytest.mark.slow
-def test_mixed_load_and_a_killed_worker_leave_nothing_behind(checkpoint: Path) -> None:
-    soak, wrong, _ = run(checkpoint, 30)
+def test_mixed_load_and_a_killed_worker_leave_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
+    soak, wrong = run(checkpoint, tmp_path, 180)
     assert not wrong
-    assert {"whole", "left", "refused"} <= soak.answers.keys()
+    assert {"whole", "left", "refused", "error frame"} <= soak.answers.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     SampleDelta,
 )
-from tsched.serving.link import join_deltas
+from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient, restart_delay
 
 
@@ -68,6 +69,34 @@ def ask(client: SupervisedClient, name: str, token: int) -> supervisor.WorkerStr
 async def until_ready(client: SupervisedClient) -> None:
     while client.state != "ready":
         await asyncio.sleep(0.01)
+
+
+def test_a_worker_that_was_started_before_the_loop_is_the_one_that_serves(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    assert client._started is not None
+    early = client._started.process.pid
+
+    async def main() -> None:
+        await client.start()
+        assert client.worker_pid == early
+        os.kill(early, signal.SIGKILL)
+        while client.state != "restarting":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.worker_pid not in (None, early)
+        await client.close()
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_was_started_in_vain_ends_with_its_link(tmp_path: Path) -> None:
+    client = SupervisedClient(tmp_path)
+    client.start_early()
+    started = client._started
+    assert started is not None
+    started.socket.close()
+    assert started.process.wait(20) == 0
 
 
 async def expect_the_end_of_a_killed_stream(client: SupervisedClient) -> None:
@@ -115,6 +144,24 @@ def test_a_worker_that_takes_no_step_with_unfinished_requests_is_killed(tmp_path
         assert client.worker_pid != pid
 
     serve(tmp_path, main, stall_timeout=0.3)
+
+
+def test_a_worker_that_is_started_again_has_the_kernels_of_the_last_swap(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        given_up = asyncio.ensure_future(client.swap_kernels({"swiglu": "torch"}))
+        await asyncio.sleep(0)
+        given_up.cancel()  # its client has left, and the kernels are swapped all the same
+        swap = await client.swap_kernels({"paged_decode": "split_kv"})
+        expected = {"swiglu": "torch", "paged_decode": "split_kv"}
+        assert client.stats().arm == swap.arm == expected
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().arm == expected
+
+    serve(tmp_path, main, kernels={"swiglu": "fused"})
 
 
 def test_an_idle_worker_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
@@ -249,7 +296,7 @@ def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeyp
         with pytest.raises(RequestRefusedError, match="top_p"):
             client.submit(EngineRequest("a", [ANSWER], {"top_p": 7.0}))
         with pytest.raises(RequestRefusedError, match="at most"):
-            client.submit(EngineRequest("a", [10**9] * 1_000, {}))
+            client.submit(EngineRequest("a", [10**9] * 2_000, {}))
         ask(client, "b", SILENT)
         with pytest.raises(ValueError, match="not finished"):
             ask(client, "b", SILENT)
@@ -257,9 +304,39 @@ def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeyp
     serve(tmp_path, main)
 
 
+def test_a_message_arrives_as_it_was_sent_or_is_refused() -> None:
+    async def read(frame: bytes) -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frame)
+        reader.feed_eof()
+        return await link.read_message(reader)
+
+    def send(message: dict[str, Any]) -> Any:
+        return asyncio.run(read(link.encode_message(message)))
+
+    texts = ["\ud83d", "half \udc00 of a pair", "a\0b", "\U0001f40d"]
+    message = {"kind": "a", "texts": texts, "most": 2**64 - 1, "bias": {7: -1.5}, "none": [None, True, float("-inf")]}
+    assert send(message) == message
+    score = 0.1 + 2**-55
+    assert send({"kind": "a", "values": (score, 1)}) == {"kind": "a", "values": [score, 1]}
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    for wrong in (2**64, nested):
+        with pytest.raises(link.LinkError, match="'a' message cannot be sent"):
+            link.encode_message({"kind": "a", "wrong": wrong})
+    with pytest.raises(TypeError, match="Path"):
+        link.encode_message({"kind": "a", "wrong": Path()})
+    for body in (b"", b"\xc1", b"\x81", b"\x01\x02", b"\x93\x01\x02\x03", b"\x81\xa4kind\x01"):
+        with pytest.raises(link.LinkError):
+            asyncio.run(read(len(body).to_bytes(4, "big") + body))
+
+
 def test_joined_deltas_say_what_both_say() -> None:
     one = Delta([SampleDelta(0, [1], "a", None), SampleDelta(1, [2], "b", [])], False, num_cached_tokens=3)
-    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e")
-    assert join_deltas(one, other) == Delta(
-        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3
+    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e", at_fault="n")
+    both = join_deltas(one, other)
+    assert both == Delta(
+        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3, at_fault="n"
     )
+    assert delta_of(json.loads(json.dumps(both))) == both

@@ -13,9 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
-from tests.tsched.serving.soak import worker_of
+from tests.tsched.serving.tk_serve import find_worker
 from tests.tsched.test_llm import PROMPTS
 from tkernels.ranges import NVTX
 from tsched import LLM, SamplingParams
@@ -138,7 +139,7 @@ class Sink:
         return False
 
     def write(self, frame: bytes) -> None:
-        self.messages.append(json.loads(frame[4:]))
+        self.messages.append(msgpack.unpackb(frame[4:]))
 
 
 def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_one_is_told(
@@ -152,8 +153,8 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     worker._tickets["long"] = ticket = cast("Ticket", object())
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
-    worker._send_news(engine, [("t", 0, [5], "y")], deltas, [("r", "no", None)])
-    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y"]]
+    worker._send_news(engine, [("t", 0, [5], "y", None)], deltas, [("r", "no", None)])
+    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y", None]]
     sent = [name for message in sink.messages for name, _ in message["deltas"]]
     assert sent == ["a", "b", "c", "d"]
     refused = [one for message in sink.messages for one in message["refusals"]]
@@ -183,9 +184,10 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
 
 
 def test_the_front_end_of_a_worker_loads_no_torch() -> None:
-    program = "import sys, json, tsched.serving.supervisor; print(json.dumps([*sys.modules]))"
+    rooms = "experiments.commands.serve, tsched.serving.app, tsched.serving.http, tsched.serving.supervisor"
+    program = f"import sys, json, {rooms}; print(json.dumps([*sys.modules]))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "triton", "transformers", "tokenizers"} & set(json.loads(out))
+    assert not {"torch", "triton", "transformers"} & set(json.loads(out))
 
 
 async def rest(stream: DeltaStream) -> list[Delta]:
@@ -205,6 +207,8 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
     async def main() -> None:
         client = SupervisedClient(checkpoint, stall_timeout=1.0, **OPTIONS)
         await client.start()
+        arm = (await client.swap_kernels({"qk_norm_rope_scatter": "torch"})).arm
+        assert arm != client.facts.arm
         streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(8)]
         for stream in streams:
             await anext(stream)
@@ -219,6 +223,8 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
         assert time.monotonic() - killed < (0.5 if sent == signal.SIGKILL else 3)
         assert joined(await silent)[0][0] == list(whole.outputs[0].token_ids)
         assert client.stats().num_restarts == 1
+        assert client.stats().arm == client.facts.arm == arm
+        assert (await client.swap_kernels({})).arm == arm, "it is what runs, too"
         await client.close()
 
     asyncio.run(main())
@@ -296,7 +302,7 @@ def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as front:
         assert front.stdout is not None
         front.stdout.readline()
-        while (worker := worker_of(front.pid)) is None:
+        while (worker := find_worker(front.pid)) is None:
             time.sleep(0.02)
         front.kill()
     deadline = time.monotonic() + 30

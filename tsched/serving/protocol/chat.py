@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from tsched.serving.protocol.sampling import (
     FinishReason,
@@ -19,6 +19,14 @@ from tsched.serving.protocol.sampling import (
 MAX_MESSAGES = 4096
 
 
+def _check_bool(value: Any) -> Any:
+    """Refuses 0, which equals false; Literal would take it."""
+    if not isinstance(value, bool):
+        raise ValueError("should be false")
+    return value
+
+
+OnlyFalse: TypeAlias = Annotated[Literal[False], BeforeValidator(_check_bool)]
 Nothing: TypeAlias = Annotated[list[None], Field(max_length=0)] | None
 
 
@@ -60,7 +68,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     tool_choice: Literal["none"] | None = None
     # OpenAI's alone.
     audio: Unsupported = None

@@ -1,0 +1,225 @@
+"""What the steps of an engine do on the device: copies of pages, the forward, the sampling, the tokens' way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tkernels.ops.step_inputs.contract import baseline
+from tkernels.ranges import NVTX, Ranges
+from tmodel.batch import Batch
+from tmodel.kv_cache import CacheTensors, KVCache
+from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
+from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
+from tsched.execution.device_state import DeviceState, StepInputs
+from tsched.execution.phases import Phases
+from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, compute_with_prompts
+from tsched.execution.readback import HostReader, Outcome, Readback
+from tsched.execution.request import Request
+from tsched.execution.sampler import Sampler
+from tsched.scheduling.block_pool import BlockIds
+from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.step_plan import StepPlan
+
+Forward = Callable[[Batch, KVCache], torch.Tensor]
+
+
+class PageMover(Protocol):
+    """Copies whole pages of every layer's keys and values. Its copies and the model's forwards run in call order."""
+
+    def swap_out(self, pages: BlockIds) -> None:
+        """Copies pages of the device, pages[0], to the host's cache, pages[1]; [2, n] int32."""
+
+    def swap_in(self, pages: BlockIds) -> None:
+        """Copies pages of the host's cache, pages[0], to the device, pages[1]; [2, n] int32."""
+
+    def copy(self, pages: BlockIds) -> None:
+        """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose forward was launched: `logits` [m, V] of its sampled rows, and scores of prompts that want any."""
+
+    plan: StepPlan
+    arranged: ArrangedPlan
+    logits: torch.Tensor
+    prompts: ScoredPrompts | None
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that the device runs to its end, whose tokens the host has not read yet."""
+
+    plan: StepPlan
+    arranged: ArrangedPlan
+    readback: Readback
+    store_prompts: Callable[[], None] | None
+
+
+class ModelRunner:
+    """Carries out plans, in the order in which they were made: `compute`, then `sample`, then `read` each.
+
+    Before one is sampled, those before it are read and committed. None of these waits for a GPU but `read`.
+
+    Args:
+        model: Maps (Batch, caches) to logits [n, V], float32 or wider, one row for each of the batch's logit_indices.
+        kv_cache: The caches of each layer, with the scheduler's blocks and block size.
+        scheduler: Makes the plans.
+        device: Where the model runs.
+        seed: Of requests without a seed.
+        eos_token_ids: The tokens that end a sequence.
+        pages: Copies pages for forks and swaps; needed where the scheduler makes any.
+        states: Copies states for swaps.
+        step_inputs: The op that makes a step's inputs on the device.
+        cuda_graphs: Whether decode steps are recorded and replayed; None is yes on a GPU. On a CPU steps are padded as
+            for a graph, and run.
+        ranges: Name a step and its phases, the forward with the ids of its requests.
+
+    Attributes:
+        device: As given.
+        phases: The ranges that name what a step does.
+        kv_bytes: Of the blocks' caches.
+    """
+
+    def __init__(
+        self,
+        model: Forward,
+        kv_cache: KVCache,
+        scheduler: Scheduler,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        eos_token_ids: tuple[int, ...] = (),
+        pages: PageMover | None = None,
+        states: PageMover | None = None,
+        step_inputs: StepInputs = baseline,
+        cuda_graphs: bool | None = None,
+        ranges: Ranges = NVTX,
+    ) -> None:
+        is_gpu = device.type == "cuda"
+        self.device = device
+        self.phases = Phases(ranges)
+        self._model = model
+        self._kv_cache = kv_cache
+        self._pages = pages
+        self._states = states
+        self._table = scheduler.table
+        self._state = DeviceState(scheduler.table, device, step_inputs)
+        self._builder = BatchBuilder(scheduler.table, self._state)
+        self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
+        self._reader = HostReader(device)
+        self._prompt_scorer = PromptScorer()
+        self._graphs: DecodeGraphs | None = None
+        if is_gpu if cuda_graphs is None else cuda_graphs:
+            recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
+            rows, longest = scheduler.table.num_rows, scheduler.max_model_len
+            self._graphs = DecodeGraphs(
+                model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest,
+                num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0, ranges=ranges,
+            )  # fmt: skip
+        of_blocks = (
+            kv_cache.blocks if isinstance(kv_cache, CacheTensors) else [one for layer in kv_cache for one in layer]
+        )
+        self.kv_bytes = sum(tensor.nbytes for tensor in of_blocks)
+
+    def enter(self, request: Request) -> None:
+        """Notes what a new request wants beside its tokens."""
+        if request.prompt_scores is not None:
+            self._prompt_scorer.add(request.sequence, request.prompt_scores)
+        if request.grammar is not None:
+            self._sampler.grammars.add(request.sequence.id, request.grammar)
+
+    def leave(self, request: Request) -> None:
+        """Forgets a request that has finished."""
+        self._prompt_scorer.forget(request.sequence.id)
+        self._sampler.grammars.forget(request.sequence.id)
+
+    def clear(self) -> None:
+        """Forgets every request."""
+        self._prompt_scorer.clear()
+        self._sampler.grammars.clear()
+
+    def forget_graphs(self) -> None:
+        """Drops all recorded decode steps; their next use records them again."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> None:
+        """Runs `model` from the next step on, see Engine.use_model."""
+        if self.device.type == "cuda":  # a graph in flight, and weights that it reads, must outlive it
+            torch.cuda.synchronize(self.device)
+        self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
+        if self._graphs is not None:
+            self._graphs.use_model(model)
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan) -> ComputedStep | None:
+        """Copies the pages of `plan` and launches its forward. None where the plan is empty."""
+        phases = self.phases
+        with phases.prepare:
+            if plan.placed.size:
+                self._sampler.forget(plan.placed)
+            arranged = self._builder.arrange(plan)
+            self._move_pages(plan)
+        if arranged is None:
+            return None
+        with phases.forward.carrying(self._list_ids(plan)) if phases.listening else phases.forward:
+            return ComputedStep(plan, arranged, *self._forward(arranged))
+
+    @torch.inference_mode()
+    def sample(self, computed: ComputedStep) -> LaunchedStep:
+        """Launches the sampling of a step, and the copy of its tokens to the host."""
+        plan, arranged = computed.plan, computed.arranged
+        with self.phases.sample:
+            rows, lengths, epochs = arranged.sampled_rows, arranged.lengths, arranged.sampled_epochs
+            nobody_left = self._table.num_departures == plan.num_departures
+            sampled = self._sampler.sample(computed.logits, rows, lengths, None if nobody_left else epochs)
+            self._state.keep_tokens(rows, lengths, epochs, sampled.token_ids)
+            store = None if computed.prompts is None else self._reader.start_prompts(computed.prompts)
+            return LaunchedStep(plan, arranged, self._reader.start(sampled), store)
+
+    def read(self, launched: LaunchedStep) -> Outcome:
+        """Waits for a step's tokens, and stores the scores of its prompts."""
+        with self.phases.wait:
+            outcome = launched.readback()
+            if launched.store_prompts is not None:
+                launched.store_prompts()
+        return outcome
+
+    def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
+        """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
+        if self._graphs is not None and step.all_decode:
+            return self._graphs.run(step.rows, step.starts, step.state_slots), None
+        spans = self._prompt_scorer.find_spans(step)
+        if not spans:
+            return self._model(self._builder.build(step), self._kv_cache), None
+        batch = self._builder.build(step, np.concatenate([span.tokens for span in spans]))
+        return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans)
+
+    def _list_ids(self, plan: StepPlan) -> list[int]:
+        """The ids of the requests that advance in a step, in the order of its rows."""
+        sequences = (self._table.sequences[row] for row in plan.rows.tolist())
+        return [sequence.id for sequence in sequences if sequence is not None]
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        """Copies pages and states as the plan asks, in the order that its forward needs."""
+        if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):  # no state moves without pages
+            return
+        if self._pages is None:
+            raise RuntimeError("the plan copies pages, and the engine was made without a way to")
+        _copy_pairs(self._pages.swap_out, plan.swap_outs)
+        _copy_pairs(self._pages.swap_in, plan.swap_ins)
+        _copy_pairs(self._pages.copy, plan.copies)
+        if plan.states is not None and self._states is not None:
+            _copy_pairs(self._states.swap_out, plan.states.swap_outs)
+            _copy_pairs(self._states.swap_in, plan.states.swap_ins)
+
+
+def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
+    if pairs.size:
+        move(pairs)
