@@ -295,7 +295,7 @@ def _exponentiate(shares: torch.Tensor) -> torch.Tensor:
     if shares.device.type != "cpu":
         return shares.exp_()
     # A CPU's exp takes twice to five times as long where a result is no ordinary number, as of a token that is barred.
-    return torch.nn.functional.threshold_(shares.clamp_(min=-700.0).exp_(), 1e-300, 0.0)
+    return torch.nn.functional.threshold(shares.clamp_(min=-700.0).exp_(), 1e-300, 0.0, inplace=True)
 
 
 def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:
