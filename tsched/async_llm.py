@@ -149,6 +149,7 @@ class AsyncLLM(ServedModel):
         finally:
             await stream.aclose()
 
+    @take_unused_arguments
     def abort(self, request_id: str | Iterable[str]) -> Awaitable[None]:
         """Ends a request, or each of several, wherever it is. Its iterator gives what it had, with finish_reason
         "abort". Nothing happens where no unfinished request has this name.

@@ -53,7 +53,7 @@ from tsched.scheduling.scheduler import Scheduler
 Swaps = Mapping[str, str | Mapping[str, Mapping[str, int] | None] | None]
 """op -> a variant as in the option `kernels`, or None for the op's default."""
 
-_FREED = ("_engine", "_network", "_pages", "_grammars", "kernels")  # what a closed one has no more
+_FREED = ("_engine", "_network", "_pages", "_grammars", "_thread", "kernels")  # what a closed one has no more
 
 SelfT = TypeVar("SelfT")
 ParametersT = ParamSpec("ParametersT")

@@ -281,6 +281,7 @@ METHOD_NAMES: Mapping[str, OtherName] = {
     **_renamed(_HAS_OPTIONS, "from_engine_args from_vllm_config"),
     **_renamed("AsyncLLM.add_request", "enqueue enqueue_chat wait_for_completion"),
     **_renamed("close()", "shutdown"),
+    **_renamed("the property tokenizer", "set_tokenizer"),
     **_renamed("AsyncLLM.drain()", "wait_for_requests_to_drain"),
     **_renamed("AsyncLLM.num_unfinished", "get_num_unfinished_requests"),
     **_renamed("stats()", "get_metrics do_log_stats get_num_queued_tokens"),
