@@ -21,8 +21,8 @@ PLAIN = ("ValueError", "TypeError", "RuntimeError", "KeyError", "Exception")
 
 # The rooms of the machinery, whose broken accounts nobody is to catch.
 MACHINERY = ("scheduling", "execution", "serving")
-# Hooks of Python's json, whose errors are caught beside them.
-HOOKS = ("serving/protocol/json_body.py",)
+# Hooks of Python's json and of pydantic, which take a ValueError as an answer.
+HOOKS = "serving/protocol/"
 
 
 def raised_plainly(file: Path) -> Iterator[str]:
@@ -44,7 +44,7 @@ def test_no_error_of_a_caller_is_raised_without_the_root() -> None:
     wrong = {
         name: [one for one in errors if not one.startswith("RuntimeError")]
         for name, errors in found.items()
-        if name not in HOOKS and not name.startswith("scheduling")
+        if not name.startswith(HOOKS) and not name.startswith("scheduling")
     }
     assert not {name: errors for name, errors in wrong.items() if errors}
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tsched.options import read_options
+from tsched.requests.errors import ArgumentError
 from tsched.serving.engine_client import (
     Delta,
     EngineFailedError,
@@ -160,7 +161,7 @@ class SupervisedClient:
         if self._state != "ready" or self._worker is None:
             raise EngineUnavailableError(*self._why_unavailable())
         if request.request_id in self._served:
-            raise ValueError(f"a request {request.request_id!r} is not finished yet")
+            raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
         served = _Served(request, WorkerStream(self, request.request_id))
         if not self._served:
             self._moved_at = time.monotonic()
