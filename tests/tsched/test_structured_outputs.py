@@ -158,15 +158,21 @@ def test_a_stream_has_a_form_too(checkpoint: Path) -> None:
 
 
 def test_an_online_engine_serves_others_while_a_form_is_compiled(checkpoint: Path) -> None:
-    """And one that is aborted, or whose engine drains, in that time has its end."""
-    slow = with_form(json=INTERSECTED)
+    """And those whose form it knows; one that is aborted, or whose engine drains, in that time has its end."""
+    slow, known = with_form(json=INTERSECTED), with_form(choice=["yes"])
 
     async def main() -> None:
         async with make_async(checkpoint) as llm:
+            first = [part async for part in llm.add_request("known", PROMPTS[2], known)]
             names = ("refused", "aborted")
             streams = [llm.add_request(name, PROMPTS[0], slow) for name in names]
-            parts = [part async for part in llm.add_request("b", PROMPTS[1], SamplingParams(max_tokens=3))]
-            assert sum(len(part.outputs[0].token_ids) for part in parts) == 3
+            before = llm.stats().num_steps
+            parts = [part async for part in llm.add_request("b", PROMPTS[1], SamplingParams(max_tokens=30))]
+            assert sum(len(part.outputs[0].token_ids) for part in parts) == 30
+            again = [part async for part in llm.add_request("known", PROMPTS[2], known)]
+            assert "".join(part.outputs[0].text for part in (*first, *again)) == "yesyes"
+            assert llm.stats().num_steps >= before + 30
+            assert not streams[0]._news, "its form is being compiled"
             await streams[1].aclose()
             draining = asyncio.ensure_future(llm.drain())
             (part,) = [part async for part in streams[0]]
@@ -192,6 +198,41 @@ def test_a_grammar_that_gives_up_ends_its_request_alone(llm: LLM) -> None:
     assert good.error is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "param", "other"),
+    [
+        ({"structured_outputs": {"regex": "a"}, "allowed_token_ids": [5]}, "structured_outputs", "allowed_token_ids"),
+        ({"structured_outputs": {"regex": "a"}, "bad_words": ["a"]}, "structured_outputs", "bad_words"),
+        ({"allowed_token_ids": [7, 8], "bad_words": [[7], [8]]}, "allowed_token_ids", "bad_words"),
+        ({"allowed_token_ids": [0], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
+        ({"bad_words": [[token] for token in range(300)]}, "bad_words", ""),
+    ],
+)  # fmt: skip
+def test_parameters_that_leave_no_first_token_are_refused_before_a_step(
+    llm: LLM, asked: Mapping[str, Any], param: str, other: str
+) -> None:
+    before = llm.stats().num_steps
+    (output,) = llm.generate([PROMPTS[1]], SamplingParams(**asked))
+    assert output.error == f"{param}{other and f' beside {other}'} leaves the output no token to begin with"
+    assert output.outputs[0].finish_reason == "error"
+    assert llm.stats().num_steps == before
+
+
+def test_a_form_that_is_found_out_while_it_is_written_ends_its_request_alone(llm: LLM) -> None:
+    """A grammar whose texts never end, and tokens of which a form has but the first."""
+    letter = {one: int(llm.tokenizer(one)["input_ids"][0]) for one in "ab"}
+    params = [
+        with_form(grammar='start: "a" start'),
+        with_form(regex="[a-z]*"),
+        dataclasses.replace(with_form(regex="abc"), allowed_token_ids=[letter["a"], letter["b"]]),
+    ]
+    endless, good, barred = llm.generate(PROMPTS[:3], params)
+    assert str(endless.error).startswith("structured_outputs: ")
+    assert good.error is None
+    assert barred.error == "structured_outputs and allowed_token_ids left no token to choose output token 2 from"
+    assert barred.outputs[0].text == "ab"
+
+
 INTERSECTED = {"allOf": [{"type": "string", "pattern": f"a.*b{i}"} for i in range(40)]}
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(300):
@@ -210,6 +251,9 @@ for _ in range(300):
         ({"regex": "(a"}, "structured_outputs.regex is refused"),
         ({"grammar": 'start: "a'}, "structured_outputs.grammar is refused"),
         ({"grammar": "start: missing"}, "structured_outputs.grammar is refused"),
+        ({"json": {"$ref": "#"}}, "structured_outputs.json is refused: no output has this form"),
+        ({"regex": r"[^\s\S]"}, "structured_outputs.regex is refused: no output has this form"),
+        ({"grammar": "start: start"}, "structured_outputs.grammar is refused: no output has this form"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_its_field_and_others_go_on(

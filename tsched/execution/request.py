@@ -34,6 +34,7 @@ class Request:
         grammar: How far the output has come in its grammar, where it has one.
         prompt_scores: The prompt's log-probabilities, where the request asks for them.
         error: Why it failed; None where it did not.
+        at_fault: The field of its parameters that made it fail; None where none did.
     """
 
     sequence: Sequence
@@ -46,6 +47,7 @@ class Request:
     grammar: GrammarState | None = None
     prompt_scores: PromptScores | None = None
     error: str | None = None
+    at_fault: str | None = None
 
     @property
     def stops_at_text(self) -> bool:
@@ -114,7 +116,8 @@ class Request:
         if not grammar.append(token):
             return None
         if grammar.error is not None:
-            self.error = self.error or grammar.error
+            if self.error is None:
+                self.error, self.at_fault = grammar.error, "structured_outputs"
             return "error"
         if sequence.finish_reason is not None:  # complete, if just at its longest
             sequence.finish_reason = "stop"
@@ -210,3 +213,9 @@ def joint_error(requests: Items[Request]) -> str | None:
     if len(requests) == 1:
         return errors[0][1] if errors else None
     return "; ".join(f"completion {index}: {error}" for index, error in errors) or None
+
+
+def joint_fault(requests: Items[Request]) -> str | None:
+    """The field of their parameters that made samples of one request fail; None where any failed of something else."""
+    faults = {request.at_fault for request in requests if request.error is not None}
+    return faults.pop() if len(faults) == 1 else None

@@ -30,6 +30,7 @@ from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
 from tsched.requests.errors import RefusedError, RequestFault, UsageError
+from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import GrammarCompiler
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
@@ -299,6 +300,8 @@ class ServedModel:
         params, grammar = prepared.params, None if prepared.grammar is None else prepared.grammar.result()
         if isinstance(grammar, str):
             raise RefusedError(grammar)
+        if grammar is not None:
+            check_first_token(params, self.config.vocab_size, self.config.eos_token_ids, grammar)
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,

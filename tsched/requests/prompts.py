@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError
+from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
 
@@ -153,7 +154,7 @@ def check_named_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequ
     """Checks the tokens that parameters name against the model's vocabulary.
 
     Raises:
-        RefusedError: One is outside the vocabulary, or all tokens end the output and min_tokens leaves none to choose.
+        RefusedError: One is outside the vocabulary, or together they leave none to begin with.
     """
     named: dict[str, Iterable[int]] = {
         "stop_token_ids": params.stop_ids,
@@ -165,10 +166,7 @@ def check_named_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequ
         highest = max(ids, default=0)
         if highest >= vocab_size:
             raise RefusedError(f"{name} holds {highest}; ids go from 0 to {vocab_size - 1}")
-    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
-    if params.min_tokens and len(ends) >= vocab_size:
-        also = "" if len(params.stop_ids) >= vocab_size else " but the end-of-sequence tokens"
-        raise RefusedError(f"stop_token_ids holds the whole vocabulary{also}, so min_tokens leaves no token to choose")
+    check_first_token(params, vocab_size, eos_token_ids)
 
 
 def check_salt(salt: Salt) -> bytes:

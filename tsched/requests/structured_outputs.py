@@ -62,6 +62,11 @@ class StructuredOutputsParams:
         return next(one.name for one in fields(self) if getattr(self, one.name) is not None)
 
     @property
+    def name(self) -> str:
+        """What refusals call it."""
+        return f"structured_outputs.{self.field}"
+
+    @property
     def definition(self) -> tuple[str, str]:
         """(format, text) of the grammar, in llguidance's names of formats."""
         if self.json_object:

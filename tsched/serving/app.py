@@ -19,6 +19,7 @@ from starlette.responses import Response
 from tsched.serving import admin
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
+from tsched.serving.docs_page import docs_headers, render_docs
 from tsched.serving.engine_client import EngineClient
 from tsched.serving.exchange import Exchange
 from tsched.serving.front_end import FrontEnd
@@ -83,7 +84,13 @@ def create_app(
 
     # A redirect would lead to whatever host the request names.
     app = FastAPI(
-        title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY, redirect_slashes=False
+        title="tkernels",
+        version=version("tkernels"),
+        lifespan=lifespan,
+        responses=_ANY,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages fetch scripts from elsewhere
+        redoc_url=None,
     )
     app.state.front_end = front
     _add_errors(app)
@@ -92,6 +99,7 @@ def create_app(
     _add_tokenization(app, front)
     _add_health(app, front)
     _add_admin(app, front)
+    _add_docs(app)
     app.add_middleware(Gate, front=front)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -153,17 +161,20 @@ def _describe_events(chunk: type[BaseModel]) -> dict[str, Any]:
 
 
 def _add_generation(app: FastAPI, front: FrontEnd) -> None:
-    def answer(kind: type[GenerationRequest]) -> Callable[[Request], Any]:
+    def answer(kind: type[GenerationRequest], meaning: str) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
             return Exchange(front, kind, request.state.tenant)
 
+        handle.__doc__ = meaning
         handle.__name__ = f"create_{kind.__name__.removesuffix('Request').lower()}"
         return handle
 
     text, talk = completions.CompletionRequest, chat.ChatRequest
     whole = completions.Completion
-    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text))
-    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(answer(talk))
+    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text, "Continues prompts."))
+    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(
+        answer(talk, "Answers a chat.")
+    )
 
 
 def _add_models(app: FastAPI, front: FrontEnd) -> None:
@@ -171,10 +182,12 @@ def _add_models(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/v1/models", responses=unready)
     async def list_models() -> ModelList:
+        """The served model."""
         return ModelList(data=[ModelCard.describe(front.facts())])
 
     @app.get("/v1/models/{model:path}", responses=unready | document_errors([404]))
     async def show_model(model: str) -> ModelCard:
+        """The served model, by its name."""
         check_model(model, front.facts())
         return ModelCard.describe(front.facts())
 
@@ -188,6 +201,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @_post(app, "/tokenize", TokenizeRequest, Tokens, {"prompt": "def main("})
     async def tokenize(request: Request) -> Response:
+        """The tokens of a text, as vLLM has it."""
         asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
         facts, codec = front.facts(), need_codec("prompt")
         check_model(asked.model, facts)
@@ -198,6 +212,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:
+        """The text of tokens, as vLLM has it."""
         asked = parse_request(DetokenizeRequest, await read_body(request.scope, request.receive, front.limits))
         facts, codec = front.facts(), need_codec("tokens")
         check_model(asked.model, facts)
@@ -207,6 +222,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/tokenizer_info", responses=document_errors([400, 503]))
     async def show_tokenizer() -> TokenizerInfo:
+        """What is known of the tokenizer, its chat template included."""
         codec = need_codec("model")
         return codec.describe(None if front.template is None else front.template.source)
 
@@ -236,6 +252,7 @@ def _add_health(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
+        """The version of the server."""
         return {"version": version("tkernels")}
 
     @app.get("/load", responses=document_errors([503]))
@@ -262,6 +279,12 @@ def _add_admin(app: FastAPI, front: FrontEnd) -> None:
         """Swaps kernels between two steps; needs an admin's key."""
         asked = parse_request(admin.SwapRequest, await read_body(request.scope, request.receive, front.limits))
         return JSONResponse((await admin.swap_kernels(front.client, asked)).model_dump())
+
+
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def show_docs() -> Response:
+        return Response(render_docs(app.openapi()), media_type="text/html", headers=docs_headers())
 
 
 async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:

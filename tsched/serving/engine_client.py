@@ -6,7 +6,7 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -117,6 +117,7 @@ class Delta(NamedTuple):
         num_cached_tokens: Prompt tokens found in the prefix cache; None until known.
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
+        at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
     """
 
     samples: list[SampleDelta]
@@ -125,6 +126,7 @@ class Delta(NamedTuple):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
+    at_fault: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +264,19 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Loads the model and returns when it is ready; whatever the loading raises is raised here."""
 
-    def submit(self, request: EngineRequest) -> DeltaStream:
-        """Begins to serve a request.
+    def check_open(self) -> None:
+        """Checks that new requests are to be let in.
 
         Raises:
-            RequestRefusedError: Its sampling parameters are none.
+            EngineUnavailableError: None are now. One that was let in before may be submitted, unless the engine drains.
+            EngineFailedError: The engine failed for good.
+        """
+
+    def submit(self, *requests: EngineRequest) -> Sequence[DeltaStream]:
+        """Begins to serve requests, all before the same step of the engine; while it restarts, they wait for it.
+
+        Raises:
+            RequestRefusedError: The sampling parameters of one are none.
             EngineUnavailableError: No request is taken now.
             EngineFailedError: The engine failed for good.
         """

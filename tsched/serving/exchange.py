@@ -14,6 +14,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tsched.requests.errors import RefusedError
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
 from tsched.serving.auth import Tenant
 from tsched.serving.body import ClientGoneError, read_body
@@ -80,7 +82,6 @@ class Exchange(Response):
         self._sending_since: float | None = None
         self._written_at = 0.0
         self._pinging: asyncio.Task[None] | None = None
-        self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._task = asyncio.current_task()
@@ -126,11 +127,12 @@ class Exchange(Response):
         else:
             request = parse_request(self._kind, body)
         sampling = check_request(request, self._front.facts())
-        self._is_stream = bool(request.stream)
+        self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
             ticket = self._admit(request, len(body))
             try:
+                await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
             finally:
                 ticket.give_back()
@@ -150,6 +152,14 @@ class Exchange(Response):
             )
         return admitted
 
+    async def _read_form(self, request: GenerationRequest, sampling: dict[str, Any]) -> None:
+        """Reads the form that the output must have, before anything is tokenized; ApiError where it is none."""
+        if "structured_outputs" in sampling:
+            try:
+                await self._front.read_form(StructuredOutputsParams(**sampling["structured_outputs"]))
+            except RefusedError as error:
+                raise refuse(request, error) from None
+
     async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
         front = self._front
         parts = (request, sampling, front.facts(), front.codec, front.chats, self._tenant)
@@ -162,7 +172,7 @@ class Exchange(Response):
         answer = Answer(job, front.codec)
         streams: list[DeltaStream] = []
         try:
-            streams += [front.client.submit(one) for one in job.requests]
+            streams += front.client.submit(*job.requests)
             self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:
@@ -205,6 +215,8 @@ class Exchange(Response):
             ticket.start()
         reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
         self.outcome.finish_reasons += reasons
+        if delta.error is not None and delta.at_fault is not None:
+            raise refuse(self._request, RequestRefusedError(delta.error, delta.at_fault), "unsatisfiable")
         if delta.error is not None or "error" in reasons:
             raise engine_failure(delta.error or "the engine failed at this request")
         if "abort" in reasons:

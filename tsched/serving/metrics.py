@@ -200,6 +200,7 @@ _ENDS = {
     "internal_error": "error",
     "queue_timeout": "timeout",
     "request_timeout": "timeout",
+    "unsatisfiable": "error",
 }
 """Code of an error -> the reason by which a request finished. Others are refusals, or aborts where tokens had come."""
 

@@ -118,16 +118,19 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     return sampling
 
 
-def refuse(request: GenerationRequest, error: RefusedError) -> ApiError:
+def refuse(request: GenerationRequest, error: RefusedError, code: str = "invalid_value") -> ApiError:
     """The error of a request that the engine's own checks refuse: their messages begin with the field's name."""
-    name = getattr(error, "param", None)
+    name, message = getattr(error, "param", None), str(error)
     if name not in _SAMPLING_NAMES:
-        name = str(error).split(" ")[0].split(".")[0]
+        name = message.split(" ")[0].split(".")[0].removesuffix(":")
     if name == "structured_outputs" and request.structured_outputs is None:
         name = "response_format"
+        message = message.replace("structured_outputs.json", "response_format.json_schema.schema", 1).replace(
+            "structured_outputs", name, 1
+        )
     if name not in _SAMPLING_NAMES | {"response_format"}:
         name = "messages" if isinstance(request, ChatRequest) else "prompt"
-    return invalid_value(str(error), name)
+    return invalid_value(message, name, code)
 
 
 def _check_pairs(request: GenerationRequest) -> None:

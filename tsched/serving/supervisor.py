@@ -7,6 +7,8 @@ that it had sent nothing for wait for the next worker.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +33,10 @@ from tsched.serving.engine_client import (
     read_sampling,
 )
 from tsched.serving.limits import ServerLimits
-from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas, scores_of
 from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
 
+LOG = logging.getLogger("tsched.serving")
 MOST_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 LONGEST_DELAY_S = 30.0
@@ -154,24 +157,32 @@ class SupervisedClient:
         await self._loaded
         self._keep(self._watch_progress())
 
-    def submit(self, request: EngineRequest) -> WorkerStream:
-        read_sampling(request.sampling)
+    def check_open(self) -> None:
         if self._state == "failed":
             raise EngineFailedError(str(self._failure))
-        if self._state != "ready" or self._worker is None:
+        if self._state != "ready":
             raise EngineUnavailableError(*self._why_unavailable())
-        if request.request_id in self._served:
-            raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
-        served = _Served(request, WorkerStream(self, request.request_id))
+
+    def submit(self, *requests: EngineRequest) -> list[WorkerStream]:
+        if self._state != "restarting":
+            self.check_open()
+        for request in requests:
+            read_sampling(request.sampling)
+            if request.request_id in self._served:
+                raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
+        served = [_Served(request, WorkerStream(self, request.request_id)) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()
         try:
-            self._give(served, self._worker)
+            if self._state == "ready" and self._worker is not None:
+                self._give(served, self._worker)
+            else:  # the next worker gets them
+                encode_message(_submission(served))
         except LinkError as error:
             raise RequestRefusedError(str(error), "prompt") from error
-        self._served[request.request_id] = served
+        self._served |= {one.request.request_id: one for one in served}
         self._all_ended.clear()
-        return served.stream
+        return [one.stream for one in served]
 
     def abort(self, request_id: str) -> None:
         served = self._served.get(request_id)
@@ -197,7 +208,10 @@ class SupervisedClient:
             raise EngineUnavailableError(*self._why_unavailable())
         self._num_swaps += 1
         swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
-        self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        try:
+            self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        except LinkError as error:
+            raise RequestRefusedError(str(error), "kernels") from error
         self._swaps[swap_id] = answer
         try:
             return await answer
@@ -257,6 +271,7 @@ class SupervisedClient:
         if self._stats is not None:
             self._stats = replace(self._stats, arm=message["arm"])
         self._load["options"]["kernels"] = message["kernels"]
+        LOG.info("the kernels are swapped, from step %d on: %s", message["first_step"], json.dumps(message["kernels"]))
         answer = self._swaps.get(message["id"])
         if answer is not None and not answer.done():
             answer.set_result(KernelSwap(message["first_step"], message["arm"]))
@@ -265,13 +280,15 @@ class SupervisedClient:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
         self._facts = facts if self._facts is None else replace(facts, created=self._facts.created)
         self._stats, self._moved_at = StatsSnapshot(**message["stats"]), time.monotonic()
+        if self._state == "restarting":
+            LOG.info("the engine serves again")
         if self._state in ("loading", "restarting"):
             self._state = "ready"
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         assert self._worker is not None, "it has just said that it is ready"
         for served in self._served.values():
-            self._give(served, self._worker)
+            self._give([served], self._worker)
 
     def _take_news(self, message: Message) -> None:
         stats = StatsSnapshot(**message["stats"])
@@ -281,8 +298,8 @@ class SupervisedClient:
         self._stats = stats
         for listener in self._listeners if is_newer else ():
             listener(self.stats())
-        for request_id, sample, token_ids, text in message["tokens"]:
-            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text)], False))
+        for request_id, sample, token_ids, text, scores in message["tokens"]:
+            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text, scores_of(scores))], False))
         for request_id, written in message["deltas"]:
             self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:
@@ -332,8 +349,10 @@ class SupervisedClient:
         if delay is None:
             self._state = "failed"
             self._failure = f"the engine failed {len(self._deaths)} times in {DEATHS_WINDOW_S:.0f} s, at last: {reason}"
+            LOG.error("%s", self._failure)
             self._fail_all(self._failure)
             return
+        LOG.error("%s; it is started again in %g s, %d requests wait for it", reason, delay, len(self._served))
         self._state, self._restart_at = "restarting", now + delay
         self._keep(self._restart(delay))
 
@@ -355,10 +374,10 @@ class SupervisedClient:
             ):
                 self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
 
-    def _give(self, served: _Served, worker: WorkerProcess) -> None:
-        request = {one.name: getattr(served.request, one.name) for one in fields(EngineRequest)}  # asdict copies tokens
-        worker.send({"kind": "submit", "request": request})
-        served.num_lives += 1
+    def _give(self, served: Sequence[_Served], worker: WorkerProcess) -> None:
+        worker.send(_submission(served))
+        for one in served:
+            one.num_lives += 1
 
     def _forget(self, request_id: str) -> _Served | None:
         served = self._served.pop(request_id, None)
@@ -376,6 +395,12 @@ class SupervisedClient:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _submission(served: Sequence[_Served]) -> Message:
+    """The message that gives requests to a worker."""
+    names = [one.name for one in fields(EngineRequest)]  # asdict copies tokens
+    return {"kind": "submit", "requests": [{name: getattr(one.request, name) for name in names} for one in served]}
 
 
 class WorkerStream:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Sequence
@@ -16,23 +17,32 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
 import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
+from tkernels.isolation import die_with
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.execution.served_model import ServedModel
-from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
+from tsched.serving.engine_client import (
+    Delta,
+    EngineRequest,
+    RequestRefusedError,
+    StatsSnapshot,
+    TokenScores,
+    read_sampling,
+)
 from tsched.serving.engine_records import (
     describe_error,
     describe_failure,
     describe_model,
+    describe_scores,
     make_delta,
     read_stats,
 )
 from tsched.serving.link import LinkError, Message, encode_message, read_message
 
-PlainTokens = tuple[str, int, list[int], str]
-"""(request, sample, new tokens, their text): of a step nearly all news are such, and as records they cost five times
-as much."""
+PlainTokens = tuple[str, int, list[int], str, list[TokenScores] | None]
+"""(request, sample, new tokens, their text and, where asked for, log-probabilities): of a step nearly all news are
+such, and as records they cost five times as much."""
 
 Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
@@ -110,7 +120,7 @@ class Worker:
             if engine is None:
                 raise LinkError(f"a message {kind!r} came before the engine was ready")
             if kind == "submit":
-                self._submit(engine, EngineRequest(**message["request"]))
+                self._submit(engine, [EngineRequest(**one) for one in message["requests"]])
             elif kind == "abort":
                 ticket = self._tickets.get(message["id"])
                 if ticket is not None:
@@ -120,22 +130,23 @@ class Worker:
             else:
                 raise LinkError(f"nobody knows a message {kind!r} here")
 
-    def _submit(self, engine: _Engine, request: EngineRequest) -> None:
-        try:
-            ticket = engine.served.make_ticket(
-                request.request_id,
-                request.prompt_token_ids,
-                read_sampling(request.sampling),
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        except (RequestRefusedError, ValueError) as error:
-            refusal = (request.request_id, str(error), getattr(error, "param", None))
-            self._send_news(engine, refusals=[refusal])
-            return
-        self._tickets[request.request_id] = ticket
+    def _submit(self, engine: _Engine, requests: list[EngineRequest]) -> None:
+        tickets: dict[str, Ticket] = {}
+        for request in requests:
+            try:
+                tickets[request.request_id] = engine.served.make_ticket(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    read_sampling(request.sampling),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except (RequestRefusedError, ValueError) as error:
+                refusal = (request.request_id, str(error), getattr(error, "param", None))
+                self._send_news(engine, refusals=[refusal])
+        self._tickets |= tickets
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
-            engine.thread.submit(ticket)
+            engine.thread.submit(*tickets.values())
 
     def _tell(self, news: list[News]) -> None:
         """Sends the news of one step."""
@@ -148,8 +159,8 @@ class Worker:
         for one in news:
             ticket = one.ticket
             request_id = str(ticket.prepared.request_id)
-            if one.finish_reason is None and one.scores is None and one.prompt_scores is None:
-                tokens.append((request_id, one.index, one.token_ids, one.text))
+            if one.finish_reason is None and one.prompt_scores is None:
+                tokens.append((request_id, one.index, one.token_ids, one.text, describe_scores(one)))
                 continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
@@ -170,19 +181,23 @@ class Worker:
         stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
         try:
             self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
-        except LinkError as error:  # log-probabilities of long prompts
-            if len(deltas) > 1:
-                half = len(deltas) // 2
-                self._send_news(engine, tokens, deltas[:half])
-                self._send_news(engine, deltas=deltas[half:], refusals=refusals)
-                return
-            ((request_id, _),) = deltas
-            ticket = self._tickets.pop(request_id, None)
-            if ticket is not None:
-                engine.thread.abort(ticket)
-            self._send_news(
-                engine, tokens, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)]
-            )
+        except LinkError as error:  # log-probabilities of long prompts, or of whole vocabularies
+            if tokens and deltas:
+                self._send_news(engine, tokens)
+                self._send_news(engine, deltas=deltas, refusals=refusals)
+            elif len(tokens) > 1 or len(deltas) > 1:
+                half = (len(tokens) + len(deltas)) // 2
+                self._send_news(engine, tokens[:half], deltas[:half])
+                self._send_news(engine, tokens[half:], deltas[half:], refusals)
+            else:
+                self._refuse_news(engine, str((tokens or deltas)[0][0]), error, refusals)
+
+    def _refuse_news(self, engine: _Engine, request_id: str, error: LinkError, refusals: Sequence[Refusal]) -> None:
+        """Ends a request whose news no message holds."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            engine.thread.abort(ticket)
+        self._send_news(engine, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)])
 
     def _end(self, failure: BaseException | None) -> None:
         """The engine has ended, which it does of itself only by failing."""
@@ -246,4 +261,6 @@ async def _serve(link: socket.socket) -> None:
 
 def main(descriptor: int) -> None:
     """Serves the link whose file descriptor this process has inherited."""
+    # The link's end is noticed by a process that runs; one that hangs or is stopped would live on, and hold its memory.
+    die_with(os.getppid(), signal.SIGKILL)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

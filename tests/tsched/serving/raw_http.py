@@ -29,6 +29,10 @@ class Answer:
     seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
     def events(self) -> list[Any]:
         """What a stream's events hold, without the [DONE] that `is_done` tells of."""
         lines = [one.removeprefix("data: ") for one in self.body.decode().split("\n\n") if one.startswith("data: ")]
@@ -49,7 +53,7 @@ class Answer:
         """The error that the answer or the stream's last event is; None where it is none."""
         if self.status == 200 and b'"error"' not in self.body:
             return None
-        found = self.events[-1] if self.body.startswith(b"data: ") else json.loads(self.body)
+        found = self.events[-1] if self.body.startswith(b"data: ") else self.json
         return found.get("error")
 
 

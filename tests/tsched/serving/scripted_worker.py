@@ -5,7 +5,6 @@ The model's name is a folder, in which it counts its lives.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
@@ -13,6 +12,8 @@ import struct
 import time
 from pathlib import Path
 from typing import Any
+
+import msgpack
 
 from tsched.serving.link import encode_message
 
@@ -44,7 +45,7 @@ class ScriptedWorker:
         if len(head) < 4:
             os._exit(0)
         body = self.link.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL)
-        return json.loads(body)
+        return dict(msgpack.unpackb(body))
 
     def send(self, kind: str, **rest: Any) -> None:
         self.link.sendall(encode_message({"kind": kind, **rest}))
@@ -77,10 +78,13 @@ class ScriptedWorker:
             self.kernels = self.counts["arm"] = self.kernels | message["choices"]
             self.send("swapped", id=message["id"], first_step=3, arm=self.kernels, kernels=self.kernels)
         if message["kind"] == "abort":
-            self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None]))
+            self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None, None]))
         if message["kind"] != "submit":
             return
-        name, (token,) = message["request"]["request_id"], message["request"]["prompt_token_ids"]
+        for request in message["requests"]:
+            self.serve(request["request_id"], *request["prompt_token_ids"])
+
+    def serve(self, name: str, token: int) -> None:
         if token == RAISE:
             self.send("failed", reason="the engine failed: RuntimeError: planted")
             os._exit(1)
@@ -89,10 +93,10 @@ class ScriptedWorker:
             time.sleep(60)
         self.is_hanging |= token == HANG
         if token == SPEAK_AND_WAIT:
-            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None]))
+            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
         if token == ANSWER or (token == SILENT_ONCE and self.life > 0):
-            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None]))
-            self.news((name, [[[0, [8], "b", None, "stop", None]], True, None, None, None, [0.0, 0.1, 0.2]]))
+            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
+            self.news((name, [[[0, [8], "b", None, "stop", None]], True, None, None, None, [0.0, 0.1, 0.2], None]))
 
 
 def main(descriptor: int) -> None:

@@ -96,6 +96,17 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
 
 
+def test_the_prompts_of_a_request_begin_in_one_step(server: RunningServer, llm: LLM) -> None:
+    """At this temperature a batch that rounds apart draws apart."""
+    sampling = {"temperature": 2.0, "n": 2, "seed": 1, "max_tokens": 8}
+    body = {"model": "random", "prompt": [[1, 2], [3]], **sampling}
+    outputs = [one.text for request in generate(llm, [[1, 2], [3]], **sampling) for one in request.outputs]
+    for _ in range(8):
+        assert [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]] == outputs
+        streamed = joined(server.post("/v1/completions", body | {"stream": True}).events, 4)
+        assert [one["text"] for one in streamed] == outputs
+
+
 def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
     event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
     line, *rest = frame(event).decode().splitlines()
@@ -279,6 +290,30 @@ def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
         "stopping_criteria": "code",
     }
     assert {one.name for one in fields(SamplingParams)} - CompletionRequest.model_fields.keys() == otherwise.keys()
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "begins"),
+    [
+        ({"structured_outputs": {"grammar": 'start: "a" start'}}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "bad_words": ["b"]}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [5]}, "structured_outputs", False),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", False),
+    ],
+)
+def test_a_form_that_the_request_itself_makes_impossible_is_no_fault_of_the_server(
+    asked: dict[str, Any], param: str, begins: bool, server: RunningServer
+) -> None:
+    """Clients would send it again after 500."""
+    body = {"model": "random", "prompt": "def", "max_tokens": 20, "temperature": 0, **asked}
+    code = "unsatisfiable" if begins else "invalid_value"
+    whole = server.post("/v1/completions", body)
+    assert (whole.status, whole.error["code"], whole.error["param"]) == (400, code, param), whole.body
+    streamed = server.post("/v1/completions", body | {"stream": True})
+    last = streamed.body.decode().strip().split("\n\n")[-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert streamed.status == 400 or (begins and streamed.status == 200)
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
 
 
 def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:

@@ -108,6 +108,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, schema({"type": "wizard"}), "invalid_value", "response_format"),
     (TALK, schema(deep(100)), "invalid_value", "response_format"),
     (TALK, schema({"type": "string", "pattern": "("}), "invalid_value", "response_format"),
+    (TALK, schema({"$ref": "#"}), "invalid_value", "response_format"),
+    (TEXT, {"structured_outputs": {"json": {"$ref": "#"}}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "[^\\s\\S]"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"grammar": "start: start"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"allowed_token_ids": [7], "bad_words": [[7]]}, "invalid_value", "allowed_token_ids"),
+    (TEXT, {"allowed_token_ids": [7, 0], "stop_token_ids": [7], "min_tokens": 1}, "invalid_value", "allowed_token_ids"),
     (TALK, schema({"enum": ["a" * 10**6]}), "invalid_value", "response_format"),
     (TEXT, {"structured_outputs": {"regex": "("}}, "invalid_value", "structured_outputs"),
     (TEXT, {"structured_outputs": {"regexp": "a"}}, "invalid_value", "structured_outputs"),
@@ -141,8 +147,12 @@ def _nothing_is_made(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wrong_field_is_named(
     base: dict[str, Any], changes: dict[str, Any], code: str, param: str, server: RunningServer
 ) -> None:
+    """And before it is tokenized."""
     path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
-    answer = server.post(path, base | changes)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.front.codec, "encode", fail)
+        patched.setattr(server.front.chats, "encode", fail)
+        answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
     assert len(answer.body) <= 4096
@@ -239,10 +249,11 @@ def test_what_is_no_http_has_an_answer_too(sent: bytes, status: bytes, server: R
     assert b'{"error": {"message"' in received
 
 
-def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise AssertionError("tokenized")
+def fail(*_: Any, **__: Any) -> Any:
+    raise AssertionError("tokenized")
 
+
+def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.front.codec, "encode", fail)
     for path, body in (
         ("/v1/completions", TEXT | {"prompt": "a" * 100_000}),

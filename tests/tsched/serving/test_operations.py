@@ -92,18 +92,25 @@ def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = start(limits={"max_in_flight": 4}, holds_after=0)
-    encoded: list[str] = []
-    encode = server.front.codec.encode
-    monkeypatch.setattr(server.front.codec, "encode", lambda text, **o: encoded.append(text) or encode(text, **o))
+    encoded: list[Any] = []
+    for one in (server.front.codec, server.front.chats):  # the second renders, too
+
+        def encode(asked: Any, real: Callable[..., Any] = one.encode, **options: Any) -> Any:
+            encoded.append(asked)
+            return real(asked, **options)
+
+        monkeypatch.setattr(one, "encode", encode)
+    asked = [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)] * 8
     with ThreadPoolExecutor(16) as pool:
-        waiting = [pool.submit(server.post, "/v1/completions", TEXT) for _ in range(16)]
+        waiting = [pool.submit(server.post, *one) for one in asked]
         wait_for(lambda: sum(one.done() for one in waiting) == 12)
         go_on(server, client)
         answers = [one.result() for one in waiting]
     admitted = [one for one in answers if one.status == 200]
     refused = [one for one in answers if one.status == 429]
     assert (len(admitted), len(refused)) == (4, 12)
-    assert all(one.json["choices"][0]["text"] == "xxx" for one in admitted)
+    choices = [one.json["choices"][0] for one in admitted]
+    assert all((one["text"] if "text" in one else one["message"]["content"]) == "xxx" for one in choices)
     for one in refused:
         assert (one.error["code"], one.error["type"]) == ("in_flight", "rate_limit_error")
         assert int(one.headers["retry-after"]) >= 1
@@ -311,8 +318,11 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     wait_for(lambda: server.get("/ready").status == 200)
     client.state = "restarting"
     assert server.get("/health").json == {"status": "restarting"}
-    again = server.post("/v1/completions", TEXT)
+    with pytest.MonkeyPatch.context() as patched:  # refused at the door
+        patched.setattr(server.front, "codec", None)
+        again = server.post("/v1/completions", TEXT)
     assert (again.status, again.headers["retry-after"]) == (503, "3")
+    assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
     assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"

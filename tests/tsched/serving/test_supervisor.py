@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -29,7 +30,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     SampleDelta,
 )
-from tsched.serving.link import join_deltas
+from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient, restart_delay
 
 
@@ -62,7 +63,8 @@ def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **o
 
 
 def ask(client: SupervisedClient, name: str, token: int) -> supervisor.WorkerStream:
-    return client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
+    (stream,) = client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
+    return stream
 
 
 async def until_ready(client: SupervisedClient) -> None:
@@ -113,14 +115,16 @@ def test_after_a_kill_streams_that_spoke_end_and_the_others_are_served_by_the_ne
         silent, before = ask(client, "b", SILENT_ONCE), client.stats()
         await expect_the_end_of_a_killed_stream(client)
         with pytest.raises(EngineUnavailableError) as unavailable:
-            ask(client, "c", ANSWER)
+            client.check_open()
         assert unavailable.value.retry_after >= 1
         assert client.state == "restarting"
+        late = ask(client, "c", ANSWER)  # let in before, and tokenized meanwhile
         deltas = [delta async for delta in silent]
         assert [delta.samples[0].token_ids for delta in deltas] in ([[7], [8]], [[7, 8]])
         assert deltas[-1].samples[0].finish_reason == "stop"
+        assert [delta.is_last async for delta in late][-1]
         assert client.stats().num_restarts == 1
-        assert client.stats().num_output_tokens == before.num_output_tokens + 3, "sums go on over a restart"
+        assert client.stats().num_output_tokens == before.num_output_tokens + 5, "sums go on over a restart"
         assert [delta.is_last async for delta in ask(client, "d", ANSWER)][-1]
 
     serve(tmp_path, main)
@@ -295,7 +299,7 @@ def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeyp
         with pytest.raises(RequestRefusedError, match="top_p"):
             client.submit(EngineRequest("a", [ANSWER], {"top_p": 7.0}))
         with pytest.raises(RequestRefusedError, match="at most"):
-            client.submit(EngineRequest("a", [10**9] * 1_000, {}))
+            client.submit(EngineRequest("a", [10**9] * 2_000, {}))
         ask(client, "b", SILENT)
         with pytest.raises(ValueError, match="not finished"):
             ask(client, "b", SILENT)
@@ -303,9 +307,39 @@ def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeyp
     serve(tmp_path, main)
 
 
+def test_a_message_arrives_as_it_was_sent_or_is_refused() -> None:
+    async def read(frame: bytes) -> Any:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frame)
+        reader.feed_eof()
+        return await link.read_message(reader)
+
+    def send(message: dict[str, Any]) -> Any:
+        return asyncio.run(read(link.encode_message(message)))
+
+    texts = ["\ud83d", "half \udc00 of a pair", "a\0b", "\U0001f40d"]
+    message = {"kind": "a", "texts": texts, "most": 2**64 - 1, "bias": {7: -1.5}, "none": [None, True, float("-inf")]}
+    assert send(message) == message
+    score = 0.1 + 2**-55
+    assert send({"kind": "a", "values": (score, 1)}) == {"kind": "a", "values": [score, 1]}
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    for wrong in (2**64, nested):
+        with pytest.raises(link.LinkError, match="'a' message cannot be sent"):
+            link.encode_message({"kind": "a", "wrong": wrong})
+    with pytest.raises(TypeError, match="Path"):
+        link.encode_message({"kind": "a", "wrong": Path()})
+    for body in (b"", b"\xc1", b"\x81", b"\x01\x02", b"\x93\x01\x02\x03", b"\x81\xa4kind\x01"):
+        with pytest.raises(link.LinkError):
+            asyncio.run(read(len(body).to_bytes(4, "big") + body))
+
+
 def test_joined_deltas_say_what_both_say() -> None:
     one = Delta([SampleDelta(0, [1], "a", None), SampleDelta(1, [2], "b", [])], False, num_cached_tokens=3)
-    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e")
-    assert join_deltas(one, other) == Delta(
-        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3
+    other = Delta([SampleDelta(1, [4], "c", [], "stop", "x")], True, error="e", at_fault="n")
+    both = join_deltas(one, other)
+    assert both == Delta(
+        [SampleDelta(0, [1], "a", None), SampleDelta(1, [2, 4], "bc", [], "stop", "x")], True, "e", 3, at_fault="n"
     )
+    assert delta_of(json.loads(json.dumps(both))) == both

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
 from tests.tsched.serving.tk_serve import find_worker
@@ -55,7 +56,8 @@ VARIANT = Variant(wins="never: it fails", deterministic=True, batch_invariant=Fa
 
 
 async def collect(client: SupervisedClient, name: str, prompt: list[int], sampling: dict[str, Any]) -> list[Delta]:
-    return [delta async for delta in client.submit(EngineRequest(name, prompt, sampling))]
+    (stream,) = client.submit(EngineRequest(name, prompt, sampling))
+    return [delta async for delta in stream]
 
 
 def joined(deltas: list[Delta]) -> dict[int, tuple[list[int], str, str | None]]:
@@ -106,7 +108,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
 
-        going = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
+        (going,) = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
         await anext(going)
         client.abort("going")
         assert {one.finish_reason for one in (await rest(going))[-1].samples} == {"abort"}
@@ -138,7 +140,7 @@ class Sink:
         return False
 
     def write(self, frame: bytes) -> None:
-        self.messages.append(json.loads(frame[4:]))
+        self.messages.append(msgpack.unpackb(frame[4:]))
 
 
 def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_one_is_told(
@@ -152,8 +154,8 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     worker._tickets["long"] = ticket = cast("Ticket", object())
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
-    worker._send_news(engine, [("t", 0, [5], "y")], deltas, [("r", "no", None)])
-    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y"]]
+    worker._send_news(engine, [("t", 0, [5], "y", None)], deltas, [("r", "no", None)])
+    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y", None]]
     sent = [name for message in sink.messages for name, _ in message["deltas"]]
     assert sent == ["a", "b", "c", "d"]
     refused = [one for message in sink.messages for one in message["refusals"]]
@@ -208,7 +210,7 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
         await client.start()
         arm = (await client.swap_kernels({"qk_norm_rope_scatter": "torch"})).arm
         assert arm != client.facts.arm
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(8)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(8)))
         for stream in streams:
             await anext(stream)
         silent = asyncio.create_task(collect(client, "silent", PROMPTS[3], LONG))  # a ninth: it waits
@@ -239,7 +241,7 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
         kernels = {"rms_norm": "raising"}
         client = SupervisedClient(checkpoint, variants_from=[tmp_path / "variants"], kernels=kernels, **OPTIONS)
         await client.start()
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(4)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(4)))
         await anext(streams[0])
         trigger.touch()
         for stream in streams:
@@ -288,7 +290,8 @@ def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]
 
 
 @pytest.mark.slow
-def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["loading", "stopped"])
+def test_a_worker_ends_with_its_front_end(checkpoint: Path, is_stopped: bool) -> None:
     command = [
         sys.executable,
         "-c",
@@ -303,6 +306,9 @@ def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
         front.stdout.readline()
         while (worker := find_worker(front.pid)) is None:
             time.sleep(0.02)
+        if is_stopped:
+            assert front.stdout.readline().startswith("ready after ")
+            os.kill(worker, signal.SIGSTOP)
         front.kill()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():
