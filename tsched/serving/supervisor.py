@@ -29,6 +29,7 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
+    count_numbers,
     default_name,
     read_sampling,
 )
@@ -434,6 +435,13 @@ class WorkerStream:
         if self._error is None:
             self._changed.clear()
         return news
+
+    @property
+    def num_unread(self) -> int:
+        samples = () if self._news is None else self._news.samples
+        return sum(
+            count_numbers(one.token_ids, one.logprobs and [place.logprobs for place in one.logprobs]) for one in samples
+        )
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""
