@@ -191,7 +191,7 @@ def test_each_histogram_counts_a_request_once_and_the_plans_counters_have_their_
     server, client = start(limits={"max_in_flight": 4})
     assert server.post("/v1/completions", TEXT).status == 200
     assert server.post("/v1/completions", TEXT | {"prompt": ["a", "b"], "n": 2}).status == 200
-    client.pace = 0.02
+    client.pace = 0.2
     connection = open_request(server, TEXT | {"prompt": ["a", "b"], "n": 2, "max_tokens": 100})
     wait_for(lambda: len(client.running) == 2)
     assert server.post("/v1/completions", TEXT).status == 429
