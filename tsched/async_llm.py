@@ -104,14 +104,24 @@ class AsyncLLM(ServedModel):
         ticket = self.make_ticket(
             request_id, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
-        stream = RequestStream(self, session, ticket)
+        (stream,) = self.submit(ticket)
+        return stream
+
+    def submit(self, *tickets: Ticket) -> list[RequestStream]:
+        """Begins to serve requests that `make_ticket` has made, all before the same step of the engine.
+
+        Their names are unlike each other and unlike those of unfinished requests, and str. Otherwise as `add_request`.
+        """
+        session = self._open()
+        streams = [RequestStream(self, session, ticket) for ticket in tickets]
         try:
-            session.thread.submit(ticket)
+            session.thread.submit(*tickets)
         except RuntimeError:  # it failed since we looked
             raise _engine_error(session.thread.failure) from session.thread.failure
-        session.streams[ticket] = weakref.ref(stream)
-        session.tickets[request_id] = ticket
-        return stream
+        for ticket, stream in zip(tickets, streams, strict=True):
+            session.streams[ticket] = weakref.ref(stream)
+            session.tickets[str(ticket.prepared.request_id)] = ticket
+        return streams
 
     async def generate(
         self,

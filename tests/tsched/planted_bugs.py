@@ -64,7 +64,7 @@ BUGS = (
     PlantedBug("equal content: the wrong one of two blocks is released", RunCache, "insert",
                "pool.release(blocks[start : start + known.size])", "pool.release(known)"),
     PlantedBug("blocks change in the table, and the plan does not say so", Planner, "note_inserted",
-               "self._rewritten.append(row)", "pass"),
+               "self._rewritten += rewritten", "pass"),
     PlantedBug("a hit takes no reference", RunCache, "match",
                "self._pool.share(blocks)", "self._pool._refs[blocks] = 1"),
     PlantedBug("a block in use is evicted", RunQueue, "_evict",

@@ -397,10 +397,10 @@ class ServingWorld:
             if self._num_digested.get(sequence.id) == sequence.tokens.size:
                 continue
             self._num_digested[sequence.id] = sequence.tokens.size
-            twin = Sequence.create(-1, sequence.tokens, life.params, MAX_MODEL_LEN, cache_salt=sequence.cache_salt)
-            cache.prepare(twin)
+            twin = Sequence(-1, sequence.tokens, life.params, MAX_MODEL_LEN, cache_salt=sequence.cache_salt)
+            digests = cache._digests(twin, sequence.tokens.size // block_size)
             values = values_after(first_value(sequence.cache_salt), sequence.tokens)
-            for i, digest in enumerate(cut_digests(twin.prefix)):
+            for i, digest in enumerate(cut_digests(digests)):
                 content = values[i * block_size : (i + 1) * block_size].tobytes()
                 assert self._values_of_digest.setdefault(digest, content) == content, "one digest, two contents"
 

@@ -32,7 +32,7 @@ def make(name: str, num_blocks: int = 16, block_size: int = BLOCK) -> tuple[Cach
 
 
 def sequence_of(cache: Cache, tokens: Items[int], salt: bytes = b"") -> Sequence:
-    sequence = Sequence.create(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
+    sequence = Sequence(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
     cache.prepare(sequence)
     return sequence
 
@@ -156,7 +156,11 @@ def test_bug_class_15_only_equal_tokens_hit(name: str) -> None:
 
 
 def test_bug_class_15_nobody_outside_can_work_out_a_digest() -> None:
-    first, second = (make("hash")[0] for _ in range(2))
+    caches = [make("hash") for _ in range(2)]
+    assert len(cut_digests(sequence_of(caches[0][0], PROMPT).prefix)) == 1, "nobody has its first block"
+    for cache, pool in caches:
+        serve(cache, pool, PROMPT)
+    (first, _), (second, _) = caches
     digests = [cut_digests(sequence_of(cache, PROMPT).prefix) for cache in (first, first, second)]
     assert digests[0] == digests[1]
     assert not set(digests[0]) & set(digests[2]), "another process, other digests"
@@ -246,7 +250,7 @@ def test_what_was_prepared_follows_forks_and_changes(name: str) -> None:
     cache, pool = make(name)
     serve(cache, pool, PROMPT)
     parent = sequence_of(cache, [*PROMPT, 1])
-    child = Sequence.create(99, PROMPT[:18], SamplingParams(), 100)
+    child = Sequence(99, PROMPT[:18], SamplingParams(), 100)
     cache.adopt(child, parent)
     cache.prepare(child)
     assert cache.match(child).size == 4
@@ -347,9 +351,7 @@ class ContentModel:
     def fork(self, place: int) -> None:
         sequence, blocks, computed = self.alive[place]
         if computed == sequence.tokens.size and computed % self.pool.block_size == 0:
-            child = Sequence.create(
-                next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt
-            )
+            child = Sequence(next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt)
             self.cache.adopt(child, sequence)
             self.pool.share(blocks)
             self.alive.append((child, blocks, computed))

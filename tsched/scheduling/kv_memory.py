@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
-from tsched.scheduling.policies.base import Left, PrefixCache
+from tsched.scheduling.policies.base import Computed, PrefixCache
 from tsched.scheduling.sequence import NO_STATE, Holding, Sequence
 from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.window import Window
@@ -73,10 +73,10 @@ class KVMemory:
         if sequence.host_blocks.size:
             return self._restore(sequence, spare)
         cache, states = self.cache, self.states
-        is_new = sequence.blocks.size == 0
-        held = self._match(sequence) if is_new else sequence.blocks
-        num_computed = sequence.num_computed
+        held, num_computed = sequence.blocks, sequence.num_computed
+        is_new = held.size == 0
         if is_new:
+            held = self._match(sequence)
             num_computed = (sequence.first_block + held.size) * self.pool.block_size
         copies = num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])
         missing = self._count_wanted(sequence) - held.size + copies
@@ -92,9 +92,11 @@ class KVMemory:
             self._plan_copies().on_device.append(np.stack((held[-1:], added[:1])))
             cache.release(sequence, held[-1:], 0)
             held = held[:-1]
-        self._holders.pop(sequence.id, None)
-        sequence.blocks, sequence.num_computed = NO_BLOCKS, num_computed
-        return np.concatenate((held, added))
+        sequence.num_computed = num_computed
+        if not is_new:
+            self._holders.pop(sequence.id, None)
+            sequence.blocks = NO_BLOCKS
+        return np.concatenate((held, added)) if held.size else added
 
     def _count_wanted(self, sequence: Sequence) -> int:
         """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""
@@ -215,12 +217,13 @@ class KVMemory:
         self._plan_copies().swap_outs.append(np.stack((blocks[:count], sequence.host_blocks)))
         return True
 
-    def insert(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
-        """`PrefixCache.insert`, and keep the row's checkpoint with its block."""
-        blocks = self.cache.insert(sequence, blocks, num_computed)
+    def insert_each(self, rows: list[int], computed: list[Computed]) -> list[BlockIds]:
+        """`PrefixCache.insert_each` for those in `rows` [n], whose checkpoints are kept with their blocks."""
+        inserted = self.cache.insert_each(computed)
         if self.states is not None:
-            self.states.attach(row, blocks)
-        return blocks
+            for row, blocks in zip(rows, inserted, strict=True):
+                self.states.attach(row, blocks)
+        return inserted
 
     def release(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         """What `sequence` had in `row`, which it has left, is kept for later prefixes as far as its first
@@ -228,7 +231,7 @@ class KVMemory:
         """
         self.release_each([row], [(sequence, blocks, num_computed)])
 
-    def release_each(self, rows: list[int], left: list[Left]) -> None:
+    def release_each(self, rows: list[int], left: list[Computed]) -> None:
         """`release` of those who have `left` their `rows` [n]."""
         if self.states is None:
             self.cache.release_each(left)
@@ -237,10 +240,10 @@ class KVMemory:
                     is_kept = sequence.host_blocks.size > 0
                     sequence.first_block = int(self.window.count_passed(sequence.num_computed)) if is_kept else 0
             return
-        for row, (sequence, blocks, num_computed) in zip(rows, left, strict=True):
-            blocks = self.insert(row, sequence, blocks, num_computed)
+        for row, one in zip(rows, left, strict=True):
+            blocks = self.insert_each([row], [one])[0]
             self.states.leave(row)
-            self.cache.release(sequence, blocks, 0)
+            self.cache.release(one[0], blocks, 0)
 
     def give_up(self, *, but: Sequence | None = None) -> Sequence | None:
         """Take back what the last in the order of the waiting sequences holds on the device; returns that sequence,

@@ -117,12 +117,11 @@ class Planner:
         self._placed.append(row)
         self._repeatable = None
 
-    def note_inserted(self, row: int, *, is_rewritten: bool) -> None:
-        """Blocks of `row` have become matchable; `is_rewritten`: some of them were exchanged for equal ones."""
+    def note_inserted(self, rewritten: list[int]) -> None:
+        """Blocks have become matchable; some of the rows `rewritten` were exchanged for equal ones."""
         self._blocked = None
-        if is_rewritten:
-            self._rewritten.append(row)
-        if is_rewritten or len(self._waiting):
+        self._rewritten += rewritten
+        if rewritten or len(self._waiting):
             self._repeatable = None
 
     def leave(self, row: int) -> tuple[Sequence, BlockIds]:

@@ -26,7 +26,7 @@ from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
 from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
 from tsched.scheduling.planner import Counters, Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, make_prefix_cache
-from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
@@ -144,23 +144,24 @@ class Scheduler:
         """Queue n sequences of one prompt, which is computed once: the first one's blocks are forked to the others
         when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
         """
-        if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
+        if not 1 <= len(set(sequence_ids)) == len(sequence_ids) == len(params):
             raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
-        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window) for one in params]
-        group = [
-            Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
-            for i, one, length in zip(sequence_ids, params, lengths, strict=True)
-        ]
+        group = []
+        for i, one in zip(sequence_ids, params, strict=True):
+            length = find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window)
+            group.append(Sequence(i, tokens, one, length, priority=priority, cache_salt=cache_salt))
         for sequence in group:
             self._enlist(sequence, self._num_arrived)
         self._num_arrived += 1
-        self._cache.prepare(group[0])
-        for follower in group[1:]:
-            self._cache.adopt(follower, group[0])
-        self._waiting.add(group[0])
-        self._groups.form(group[0], group[1:])
+        leader = group[0]
+        self._cache.prepare(leader)
+        self._waiting.add(leader)
+        if len(group) > 1:
+            for follower in group[1:]:
+                self._cache.adopt(follower, leader)
+            self._groups.form(leader, group[1:])
         return group
 
     def fork(self, sequence_id: int, new_id: int, params: SamplingParams, *, num_tokens: int | None = None) -> Sequence:
@@ -184,7 +185,7 @@ class Scheduler:
         max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len, self.window)
         if count >= max_length:
             raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
-        child = Sequence.create(
+        child = Sequence(
             new_id,
             tokens[:count],
             params,
@@ -379,6 +380,7 @@ class Scheduler:
     def _commit_prefills(self, prefills: list[tuple[int, int, int]]) -> None:
         """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
         table, block_size = self.table, self.pool.block_size
+        rows, computed, led = [], [], []
         for row, epoch, end in prefills:
             sequence = table.sequences[row]
             if sequence is None or table.epoch[row] != epoch:
@@ -386,16 +388,29 @@ class Scheduler:
             table.prefilled[row] = end
             own = table.blocks[row, sequence.first_block : end // block_size]
             if own.size:
-                given = own.copy()
-                blocks = self._memory.insert(row, sequence, given, end)
-                if blocks is not given:
-                    own[:] = blocks
-                self._planner.note_inserted(row, is_rewritten=blocks is not given)
+                rows.append(row)
+                computed.append((sequence, own.copy(), end))
             if end >= sequence.prompt_len:
+                led.append(sequence)
+        if rows:
+            self._insert(rows, computed)
+        if len(self._groups):
+            for sequence in led:
                 for follower in self._groups.disband(sequence.id):
                     self._share_blocks(sequence, follower)
                     self._waiting.add(follower)
                     self.counters.num_forks += 1
+
+    def _insert(self, rows: list[int], computed: list[Computed]) -> None:
+        """The blocks of `rows` [n] are `computed` [n]: they become matchable, or give way to equal ones that are."""
+        rewritten = []
+        for row, (sequence, given, _), blocks in zip(
+            rows, computed, self._memory.insert_each(rows, computed), strict=True
+        ):
+            if blocks is not given:
+                self.table.blocks[row, sequence.first_block : sequence.first_block + blocks.size] = blocks
+                rewritten.append(row)
+        self._planner.note_inserted(rewritten)
 
     def _release_passed(self, prefills: list[tuple[int, int, int]], rows: Ints, ends: Ints) -> None:
         """Give back the blocks that nobody sees any more once the plan with these `prefills` and sampled `rows` [m],
@@ -464,7 +479,7 @@ class Scheduler:
 
     def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
         del self._unfinished[sequence.id]
-        heirs = self._groups.disband(sequence.id)
+        heirs = self._groups.disband(sequence.id) if len(self._groups) else None
         if heirs:  # it led a group, whose prompt another one computes now
             self._groups.form(heirs[0], heirs[1:])
             self._waiting.add(heirs[0])

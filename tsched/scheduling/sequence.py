@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,7 @@ Ints = NDArray[np.int64]
 NO_STATE = -1
 """In the place of a state's slot: there is none."""
 
-_NO_ROOM: Ints = np.empty(0, dtype=np.int64)
 
-
-@dataclass(eq=False, slots=True)
 class Sequence:
     """One request as the scheduler knows it.
 
@@ -28,14 +25,7 @@ class Sequence:
     `Scheduler.output_of` reads them from there. `max_length` bounds prompt and output together.
     """
 
-    id: int
-    prompt_len: int
-    max_length: int
-    params: SamplingParams
-    tokens: Ints  # [prompt + output] int64, as of the last time that the sequence left its row
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-    priority: int = 0
-    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    # What changes while it lives is here, in the class, until it does: so it costs a newcomer nothing.
     arrival: int = 0  # its request's place in the order of arrival; forks have their parent's
     serial: int = 0  # tells sequences of one arrival apart
     key: int = 0  # its place in the scheduler's order: lower goes first
@@ -48,20 +38,18 @@ class Sequence:
     # Where layers have windows: the place of the first block that it has. Its lists of blocks begin there.
     first_block: int = 0
     # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.
-    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    blocks: BlockIds = NO_BLOCKS
+    host_blocks: BlockIds = NO_BLOCKS
     num_computed: int = 0
     # And, where layers keep states, the slots of its state as of num_computed, on the device or on the host.
     state: int = NO_STATE
     host_state: int = NO_STATE
     branch_place: int = NO_STATE  # siblings go on from the first so many tokens, while they follow it
     num_frozen: int = 0  # tokens that `freeze_tokens` has given out
-    _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         id: int,
         tokens: Items[int] | NDArray[Any],
         params: SamplingParams,
@@ -70,24 +58,21 @@ class Sequence:
         prompt_len: int | None = None,
         priority: int = 0,
         cache_salt: bytes = b"",
-    ) -> Sequence:
+    ) -> None:
         """A new sequence of `tokens` [n] that ends at `max_length` tokens at the latest; all of them are its prompt,
-        or the first `prompt_len`.
+        or the first `prompt_len`. Only sequences with the same `cache_salt` share cached prefixes.
         """
-        room = np.empty(max(max_length, len(tokens)), dtype=np.int64)  # what is never written costs nothing
-        own = room[: len(tokens)]
-        own[:] = tokens
-        return cls(
-            id,
-            own.size if prompt_len is None else prompt_len,
-            max_length,
-            params,
-            own,
-            _room=room,
-            stop_ids=frozenset(params.stop_ids),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        count = len(tokens)
+        self._room: Ints = np.empty(max(max_length, count), dtype=np.int64)  # what is never written costs nothing
+        self.id = id
+        self.params = params
+        self.tokens = self._room[:count]  # [prompt + output], as of the last time that the sequence left its row
+        self.tokens[:] = tokens
+        self.prompt_len = count if prompt_len is None else prompt_len
+        self.max_length = max_length
+        self.stop_ids = frozenset(params.stop_ids)
+        self.priority = priority
+        self.cache_salt = cache_salt
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -205,11 +190,12 @@ class SequenceTable:
         self.serial[row] = sequence.serial
         if first:
             self.blocks[row, :first] = NO_BLOCK
-        self.first_block[row] = self.num_blocks[row] = first
-        self.extend(row, blocks)
+        end = first + blocks.size
+        self.blocks[row, first:end] = blocks
+        self.first_block[row], self.num_blocks[row], self.capacity[row] = first, end, end * self.block_size
         self.ignore_eos[row] = params.ignore_eos
-        self.has_stop_ids[row] = bool(sequence.stop_ids)
-        self.num_with_stop_ids += bool(sequence.stop_ids)
+        self.has_stop_ids[row] = has_stop_ids = bool(sequence.stop_ids)
+        self.num_with_stop_ids += has_stop_ids
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p

@@ -6,7 +6,7 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -264,11 +264,19 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Loads the model and returns when it is ready; whatever the loading raises is raised here."""
 
-    def submit(self, request: EngineRequest) -> DeltaStream:
-        """Begins to serve a request.
+    def check_open(self) -> None:
+        """Checks that new requests are to be let in.
 
         Raises:
-            RequestRefusedError: Its sampling parameters are none.
+            EngineUnavailableError: None are now. One that was let in before may be submitted, unless the engine drains.
+            EngineFailedError: The engine failed for good.
+        """
+
+    def submit(self, *requests: EngineRequest) -> Sequence[DeltaStream]:
+        """Begins to serve requests, all before the same step of the engine; while it restarts, they wait for it.
+
+        Raises:
+            RequestRefusedError: The sampling parameters of one are none.
             EngineUnavailableError: No request is taken now.
             EngineFailedError: The engine failed for good.
         """

@@ -172,7 +172,7 @@ class Exchange(Response):
         answer = Answer(job, front.codec)
         streams: list[DeltaStream] = []
         try:
-            streams += [front.client.submit(one) for one in job.requests]
+            streams += front.client.submit(*job.requests)
             self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:

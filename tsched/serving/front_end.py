@@ -123,6 +123,10 @@ class FrontEnd:
         if self._admission is None:
             self.facts()
             raise unavailable("the model is being loaded", 1.0)
+        try:
+            self.client.check_open()
+        except EngineUnavailableError as error:
+            raise unavailable(str(error), error.retry_after) from None
         return self._admission
 
     async def read_form(self, form: StructuredOutputsParams) -> None:

@@ -76,16 +76,22 @@ class LocalClient:
         self._facts = describe_model(llm, self._name)
         self._llm = llm
 
-    def submit(self, request: EngineRequest) -> LocalStream:
-        llm, params = self._running(), read_sampling(request.sampling)
-        stream = llm.add_request(
-            request.request_id,
-            request.prompt_token_ids,
-            params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        return LocalStream(stream, self._tell_stats)
+    def check_open(self) -> None:
+        self._running()
+
+    def submit(self, *requests: EngineRequest) -> list[LocalStream]:
+        llm = self._running()
+        tickets = [
+            llm.make_ticket(
+                one.request_id,
+                one.prompt_token_ids,
+                read_sampling(one.sampling),
+                priority=one.priority,
+                cache_salt=one.cache_salt,
+            )
+            for one in requests
+        ]
+        return [LocalStream(stream, self._tell_stats) for stream in llm.submit(*tickets)]
 
     def abort(self, request_id: str) -> None:
         if self._llm is not None:

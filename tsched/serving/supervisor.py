@@ -156,24 +156,32 @@ class SupervisedClient:
         await self._loaded
         self._keep(self._watch_progress())
 
-    def submit(self, request: EngineRequest) -> WorkerStream:
-        read_sampling(request.sampling)
+    def check_open(self) -> None:
         if self._state == "failed":
             raise EngineFailedError(str(self._failure))
-        if self._state != "ready" or self._worker is None:
+        if self._state != "ready":
             raise EngineUnavailableError(*self._why_unavailable())
-        if request.request_id in self._served:
-            raise ValueError(f"a request {request.request_id!r} is not finished yet")
-        served = _Served(request, WorkerStream(self, request.request_id))
+
+    def submit(self, *requests: EngineRequest) -> list[WorkerStream]:
+        if self._state != "restarting":
+            self.check_open()
+        for request in requests:
+            read_sampling(request.sampling)
+            if request.request_id in self._served:
+                raise ValueError(f"a request {request.request_id!r} is not finished yet")
+        served = [_Served(request, WorkerStream(self, request.request_id)) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()
         try:
-            self._give(served, self._worker)
+            if self._state == "ready" and self._worker is not None:
+                self._give(served, self._worker)
+            else:  # the next worker gets them
+                encode_message(_submission(served))
         except LinkError as error:
             raise RequestRefusedError(str(error), "prompt") from error
-        self._served[request.request_id] = served
+        self._served |= {one.request.request_id: one for one in served}
         self._all_ended.clear()
-        return served.stream
+        return [one.stream for one in served]
 
     def abort(self, request_id: str) -> None:
         served = self._served.get(request_id)
@@ -279,7 +287,7 @@ class SupervisedClient:
             self._loaded.set_result(None)
         assert self._worker is not None, "it has just said that it is ready"
         for served in self._served.values():
-            self._give(served, self._worker)
+            self._give([served], self._worker)
 
     def _take_news(self, message: Message) -> None:
         stats = StatsSnapshot(**message["stats"])
@@ -365,10 +373,10 @@ class SupervisedClient:
             ):
                 self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
 
-    def _give(self, served: _Served, worker: WorkerProcess) -> None:
-        request = {one.name: getattr(served.request, one.name) for one in fields(EngineRequest)}  # asdict copies tokens
-        worker.send({"kind": "submit", "request": request})
-        served.num_lives += 1
+    def _give(self, served: Sequence[_Served], worker: WorkerProcess) -> None:
+        worker.send(_submission(served))
+        for one in served:
+            one.num_lives += 1
 
     def _forget(self, request_id: str) -> _Served | None:
         served = self._served.pop(request_id, None)
@@ -386,6 +394,12 @@ class SupervisedClient:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _submission(served: Sequence[_Served]) -> Message:
+    """The message that gives requests to a worker."""
+    names = [one.name for one in fields(EngineRequest)]  # asdict copies tokens
+    return {"kind": "submit", "requests": [{name: getattr(one.request, name) for name in names} for one in served]}
 
 
 class WorkerStream:

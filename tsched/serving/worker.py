@@ -120,7 +120,7 @@ class Worker:
             if engine is None:
                 raise LinkError(f"a message {kind!r} came before the engine was ready")
             if kind == "submit":
-                self._submit(engine, EngineRequest(**message["request"]))
+                self._submit(engine, [EngineRequest(**one) for one in message["requests"]])
             elif kind == "abort":
                 ticket = self._tickets.get(message["id"])
                 if ticket is not None:
@@ -130,22 +130,23 @@ class Worker:
             else:
                 raise LinkError(f"nobody knows a message {kind!r} here")
 
-    def _submit(self, engine: _Engine, request: EngineRequest) -> None:
-        try:
-            ticket = engine.served.make_ticket(
-                request.request_id,
-                request.prompt_token_ids,
-                read_sampling(request.sampling),
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        except (RequestRefusedError, ValueError) as error:
-            refusal = (request.request_id, str(error), getattr(error, "param", None))
-            self._send_news(engine, refusals=[refusal])
-            return
-        self._tickets[request.request_id] = ticket
+    def _submit(self, engine: _Engine, requests: list[EngineRequest]) -> None:
+        tickets: dict[str, Ticket] = {}
+        for request in requests:
+            try:
+                tickets[request.request_id] = engine.served.make_ticket(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    read_sampling(request.sampling),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except (RequestRefusedError, ValueError) as error:
+                refusal = (request.request_id, str(error), getattr(error, "param", None))
+                self._send_news(engine, refusals=[refusal])
+        self._tickets |= tickets
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
-            engine.thread.submit(ticket)
+            engine.thread.submit(*tickets.values())
 
     def _tell(self, news: list[News]) -> None:
         """Sends the news of one step."""

@@ -63,12 +63,14 @@ class ScriptedClient:
         await self.may_load.wait()
         self.state = "ready"
 
-    def submit(self, request: EngineRequest) -> ScriptedStream:
+    def check_open(self) -> None:
         if self.state == "restarting":
             raise EngineUnavailableError("the engine is being started again", 3.0)
-        self.submitted.append(request)
-        self.running.add(request.request_id)
-        return ScriptedStream(self, request)
+
+    def submit(self, *requests: EngineRequest) -> list[ScriptedStream]:
+        self.submitted += requests
+        self.running |= {one.request_id for one in requests}
+        return [ScriptedStream(self, one) for one in requests]
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

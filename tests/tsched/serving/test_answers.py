@@ -96,6 +96,17 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
 
 
+def test_the_prompts_of_a_request_begin_in_one_step(server: RunningServer, llm: LLM) -> None:
+    """At this temperature a batch that rounds apart draws apart."""
+    sampling = {"temperature": 2.0, "n": 2, "seed": 1, "max_tokens": 8}
+    body = {"model": "random", "prompt": [[1, 2], [3]], **sampling}
+    outputs = [one.text for request in generate(llm, [[1, 2], [3]], **sampling) for one in request.outputs]
+    for _ in range(8):
+        assert [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]] == outputs
+        streamed = joined(server.post("/v1/completions", body | {"stream": True}).events, 4)
+        assert [one["text"] for one in streamed] == outputs
+
+
 def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
     event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
     line, *rest = frame(event).decode().splitlines()

@@ -35,12 +35,13 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         await client.start()
         assert client.state == "ready"
         assert (client.facts.name, client.facts.vocab_size) == (checkpoint.name, 300)
-        deltas = [delta async for delta in client.submit(request)]
+        (stream,) = client.submit(request)
+        deltas = [delta async for delta in stream]
         assert client.stats().num_output_tokens >= 12
         with pytest.raises(RequestRefusedError, match="out of vocabulary"):
-            await anext(client.submit(EngineRequest("b", [300], {})))
+            await anext(*client.submit(EngineRequest("b", [300], {})))
         json.dumps([asdict(client.stats()), asdict(client.facts), asdict(request)])
-        long = client.submit(EngineRequest("c", [5], {"max_tokens": 100, "ignore_eos": True}))
+        (long,) = client.submit(EngineRequest("c", [5], {"max_tokens": 100, "ignore_eos": True}))
         client.abort("c")
         assert [delta async for delta in long][-1].samples[0].finish_reason == "abort"
         await client.drain()

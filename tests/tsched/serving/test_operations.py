@@ -318,8 +318,11 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     wait_for(lambda: server.get("/ready").status == 200)
     client.state = "restarting"
     assert server.get("/health").json == {"status": "restarting"}
-    again = server.post("/v1/completions", TEXT)
+    with pytest.MonkeyPatch.context() as patched:  # refused at the door
+        patched.setattr(server.front, "codec", None)
+        again = server.post("/v1/completions", TEXT)
     assert (again.status, again.headers["retry-after"]) == (503, "3")
+    assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
     assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"

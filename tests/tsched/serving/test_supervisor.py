@@ -63,7 +63,8 @@ def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **o
 
 
 def ask(client: SupervisedClient, name: str, token: int) -> supervisor.WorkerStream:
-    return client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
+    (stream,) = client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
+    return stream
 
 
 async def until_ready(client: SupervisedClient) -> None:
@@ -114,14 +115,16 @@ def test_after_a_kill_streams_that_spoke_end_and_the_others_are_served_by_the_ne
         silent, before = ask(client, "b", SILENT_ONCE), client.stats()
         await expect_the_end_of_a_killed_stream(client)
         with pytest.raises(EngineUnavailableError) as unavailable:
-            ask(client, "c", ANSWER)
+            client.check_open()
         assert unavailable.value.retry_after >= 1
         assert client.state == "restarting"
+        late = ask(client, "c", ANSWER)  # let in before, and tokenized meanwhile
         deltas = [delta async for delta in silent]
         assert [delta.samples[0].token_ids for delta in deltas] in ([[7], [8]], [[7, 8]])
         assert deltas[-1].samples[0].finish_reason == "stop"
+        assert [delta.is_last async for delta in late][-1]
         assert client.stats().num_restarts == 1
-        assert client.stats().num_output_tokens == before.num_output_tokens + 3, "sums go on over a restart"
+        assert client.stats().num_output_tokens == before.num_output_tokens + 5, "sums go on over a restart"
         assert [delta.is_last async for delta in ask(client, "d", ANSWER)][-1]
 
     serve(tmp_path, main)

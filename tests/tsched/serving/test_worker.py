@@ -56,7 +56,8 @@ VARIANT = Variant(wins="never: it fails", deterministic=True, batch_invariant=Fa
 
 
 async def collect(client: SupervisedClient, name: str, prompt: list[int], sampling: dict[str, Any]) -> list[Delta]:
-    return [delta async for delta in client.submit(EngineRequest(name, prompt, sampling))]
+    (stream,) = client.submit(EngineRequest(name, prompt, sampling))
+    return [delta async for delta in stream]
 
 
 def joined(deltas: list[Delta]) -> dict[int, tuple[list[int], str, str | None]]:
@@ -107,7 +108,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
 
-        going = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
+        (going,) = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
         await anext(going)
         client.abort("going")
         assert {one.finish_reason for one in (await rest(going))[-1].samples} == {"abort"}
@@ -209,7 +210,7 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
         await client.start()
         arm = (await client.swap_kernels({"qk_norm_rope_scatter": "torch"})).arm
         assert arm != client.facts.arm
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(8)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(8)))
         for stream in streams:
             await anext(stream)
         silent = asyncio.create_task(collect(client, "silent", PROMPTS[3], LONG))  # a ninth: it waits
@@ -240,7 +241,7 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
         kernels = {"rms_norm": "raising"}
         client = SupervisedClient(checkpoint, variants_from=[tmp_path / "variants"], kernels=kernels, **OPTIONS)
         await client.start()
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(4)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(4)))
         await anext(streams[0])
         trigger.touch()
         for stream in streams:

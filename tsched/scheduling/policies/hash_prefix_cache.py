@@ -72,14 +72,15 @@ class BlockDigests:
 class Run:
     """Blocks that were inserted together and follow each other in one history.
 
-    first    the place of its first block in that history
-    digests  DIGEST_SIZE bytes for each of its first blocks, one at least, and for those that were evicted from its end
-    pending  the tokens of the blocks after those, as bytes: outputs, whose digests are made if a lookup comes by
-    blocks   [n] int32, n >= 1
-    parent   the run that ends with the block before; None where there is none
+    first     the place of its first block in that history
+    digests   DIGEST_SIZE bytes for each of its first blocks, one at least, and for those that were evicted from its end
+    pending   the tokens of the blocks after those, as bytes: their digests are made if a lookup comes by
+    blocks    [n] int32, n >= 1
+    parent    the run that ends with the block before; None where there is none
+    children  the number of runs whose parent it is
     """
 
-    __slots__ = ("blocks", "digests", "first", "parent", "pending")
+    __slots__ = ("blocks", "children", "digests", "first", "parent", "pending")
 
     def __init__(self, first: int, digests: bytes, pending: bytes, blocks: BlockIds, parent: Run | None) -> None:
         self.first = first
@@ -87,6 +88,7 @@ class Run:
         self.pending = pending
         self.blocks = blocks
         self.parent = parent
+        self.children = 0
 
     def count_same(self, digests: bytes, start: int, end: int) -> int:
         """How many of its blocks from place `start` of the history on, before place `end`, have those of `digests`.
@@ -108,6 +110,8 @@ class Run:
 class HashPrefixCache(BlockDigests, RunCache[Run]):
     """Digest of a run's first block -> run, for runs of blocks whose content is known; digests are made once for each
     sequence. A prompt's blocks take one entry and not thousands, and a long common prefix is found by one comparison.
+
+    A sequence whose first block nobody has kept needs the digest of no other: the rest wait until a lookup comes by.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -115,11 +119,19 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
         self._secret = draw_secret()
         self._run_at: dict[bytes, Run] = {}  # by the digest of the first block
 
+    def prepare(self, sequence: Sequence) -> None:
+        count = sequence.tokens.size // self._pool.block_size
+        if count and self._has_first_of(sequence):
+            self._digests(sequence, count)
+
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        return self._digests(sequence, 1)[:DIGEST_SIZE] in self._run_at
+
     def _find(self, sequence: Sequence, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         digests = self._digests(sequence, min(start + 1, end))
         num_digests = min(end, len(digests) // DIGEST_SIZE)
         blocks, last = self._walk(digests, start, num_digests, before)
-        if start + blocks.size == num_digests < end:  # others had this output too: how much of it?
+        if start + blocks.size == num_digests < end:  # others had this too: how much of it?
             blocks, last = self._walk(self._digests(sequence, end), start, end, before)
         return blocks, last
 
@@ -128,6 +140,20 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
         num_digests = len(digests) // DIGEST_SIZE
         pending = sequence.tokens[num_digests * self._pool.block_size : end * self._pool.block_size].tobytes()
         self._note(Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent))
+        if parent is not None:
+            parent.children += 1
+
+    def _is_leaf(self, run: Run) -> bool:
+        return run.children == 0
+
+    def _extend(self, leaf: Run, sequence: Sequence, blocks: BlockIds) -> None:
+        size, width = leaf.blocks.size, self._pool.block_size * 8
+        start = leaf.first + size
+        leaf.digests = leaf.digests[: size * DIGEST_SIZE]  # those of evicted blocks go
+        num_pending = size - len(leaf.digests) // DIGEST_SIZE
+        tokens = sequence.tokens[start * self._pool.block_size : (start + blocks.size) * self._pool.block_size]
+        leaf.pending = leaf.pending[: num_pending * width] + tokens.tobytes()
+        leaf.blocks = np.concatenate((leaf.blocks, blocks))
 
     def _complete(self, run: Run) -> None:
         """All its blocks have their digests now."""
@@ -155,6 +181,7 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
     def _split(self, run: Run, count: int) -> Run:
         cut = count * DIGEST_SIZE
         head = Run(run.first, run.digests[:cut], b"", run.blocks[:count], run.parent)
+        head.children = 1
         run.first, run.digests, run.blocks, run.parent = head.first + count, run.digests[cut:], run.blocks[count:], head
         self._note(head)
         self._note(run)
@@ -169,3 +196,5 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
         leaf.blocks = leaf.blocks[:-count]
         if leaf.blocks.size == 0:
             del self._run_at[leaf.digests[:DIGEST_SIZE]], self._run_of[int(first)]
+            if leaf.parent is not None:
+                leaf.parent.children -= 1

@@ -57,10 +57,25 @@ class RadixPrefixCache(RunCache[_Node]):
 
     def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: _Node | None) -> None:
         if parent is None:
+            parent = self._roots.get(sequence.cache_salt)
+        if parent is None:
             parent = self._roots[sequence.cache_salt] = _Node(0, sequence.cache_salt, NO_BLOCKS, None)
         child = _Node(start, self._tokens(sequence, start, start + blocks.size), blocks, parent)
         parent.children[child.tokens[: self._width]] = child
         self._note(child)
+
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        root = self._roots.get(sequence.cache_salt)
+        return root is not None and self._tokens(sequence, 0, 1) in root.children
+
+    def _is_leaf(self, node: _Node) -> bool:
+        return not node.children
+
+    def _extend(self, leaf: _Node, sequence: Sequence, blocks: BlockIds) -> None:
+        size = leaf.blocks.size
+        start = leaf.first + size
+        leaf.tokens = leaf.tokens[: size * self._width] + self._tokens(sequence, start, start + blocks.size)
+        leaf.blocks = np.concatenate((leaf.blocks, blocks))
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Those of the sequence's blocks from place `start` to `end`."""

@@ -8,8 +8,8 @@ from typing import Generic
 
 import numpy as np
 
-from tsched.scheduling.block_pool import BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats, Left
+from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
+from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.policies.run_queue import AnyRun, RunQueue
 from tsched.scheduling.sequence import Sequence
 
@@ -68,8 +68,20 @@ class RunCache(ABC, Generic[AnyRun]):
         """
 
     @abstractmethod
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        """Whether the sequence's first block is kept; it has one."""
+
+    @abstractmethod
+    def _is_leaf(self, run: AnyRun) -> bool:
+        """Whether no run follows `run`, which has blocks."""
+
+    @abstractmethod
     def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
         """A new run of `blocks` from the sequence's place `start` on follows all of `parent`."""
+
+    @abstractmethod
+    def _extend(self, leaf: AnyRun, sequence: Sequence, blocks: BlockIds) -> None:
+        """`leaf` goes on with `blocks`, which are the sequence's after all of the leaf's own."""
 
     @abstractmethod
     def _split(self, run: AnyRun, count: int) -> AnyRun:
@@ -106,31 +118,88 @@ class RunCache(ABC, Generic[AnyRun]):
         start = int(np.count_nonzero(pool.is_kept(blocks[:end])))
         if start == end:
             return blocks
-        known, parent = self._find(sequence, start, end, self._run(blocks[start - 1]) if start else None)
-        if known.size:
-            pool.share(known)
-            pool.release(blocks[start : start + known.size])
-            blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
-            start += known.size
+        parent = self._run(blocks[start - 1]) if start else None
+        if parent is None or not self._ends_at(parent, start):  # what comes next may be kept already
+            known, parent = self._find(sequence, start, end, parent)
+            if known.size:
+                pool.share(known)
+                pool.release(blocks[start : start + known.size])
+                blocks = np.concatenate((blocks[:start], known, blocks[start + known.size :]))
+                start += known.size
         # A block that a fork has too waits for the last who has it: the others may have other blocks before it.
         new = pool.keep_unshared(blocks[start:end])
         if new.size:
-            if parent is not None and start < parent.first + parent.blocks.size:
-                parent = self._split(parent, start - parent.first)
-            self._append(sequence, start, new, parent)
+            self._add(sequence, start, new, parent)
         return blocks
+
+    def insert_each(self, computed: list[Computed]) -> list[BlockIds]:
+        pool = self._pool
+        inserted = [blocks for _, blocks, _ in computed]
+        ends = [num_computed // pool.block_size for _, _, num_computed in computed]
+        joint = np.concatenate([NO_BLOCKS, *(blocks[:end] for blocks, end in zip(inserted, ends, strict=True))])
+        is_kept = pool.is_kept(joint)
+        num_new = joint.size - np.count_nonzero(is_kept)
+        if num_new == 0:
+            return inserted
+        if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
+            return [self.insert(*one) for one in computed]
+        new, searching, place = [], [], 0
+        for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
+            start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
+            place += end
+            if start == end:
+                continue
+            if self._add_unknown(computed[i][0], blocks[:end], start):
+                new.append(blocks[start:end])
+            else:
+                searching.append(i)
+        if new:
+            pool.keep(np.concatenate(new))
+        for i in searching:
+            inserted[i] = self.insert(*computed[i])
+        return inserted
+
+    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> bool:
+        """Add the last of the sequence's `blocks`, from `start` on, if it takes no search to see that nothing like them
+        is kept: its first block is new, or nothing follows the one before `start`. Whether it did.
+        """
+        if start == 0:
+            if self._has_first_of(sequence):
+                return False
+            self._append(sequence, 0, blocks, None)
+            return True
+        run = self._run(blocks[start - 1])
+        if not self._ends_at(run, start):
+            return False
+        self._add(sequence, start, blocks[start:], run)
+        return True
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self.release_each([(sequence, blocks, num_computed)])
 
-    def release_each(self, left: list[Left]) -> None:
+    def release_each(self, left: list[Computed]) -> None:
         # All are inserted first: what one has may be what another releases.
-        for cached in self._pool.release_each([self.insert(*one) for one in left]):
+        for cached in self._pool.release_each(self.insert_each(left)):
             if cached.size:
                 self._unused.touch(self._run(cached[-1]))
 
     def stats(self) -> CacheStats:
         return self._lookups.stats(self._unused.num_evictions)
+
+    def _add(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
+        """`blocks`, at the sequence's place `start`, follow those of `parent` before that place, where it has any."""
+        if parent is not None and self._ends_at(parent, start):
+            self._extend(parent, sequence, blocks)
+            self._first_of[blocks.astype(np.intp)] = parent.blocks[0]
+            return
+        if parent is not None and start < parent.first + parent.blocks.size:
+            parent = self._split(parent, start - parent.first)
+        self._append(sequence, start, blocks, parent)
+
+    def _ends_at(self, run: AnyRun, place: int) -> bool:
+        """Whether `run` has blocks up to `place`, and nothing that is kept follows them."""
+        size = run.blocks.size
+        return size > 0 and run.first + size == place and self._is_leaf(run)
 
     def _run(self, block: np.int32) -> AnyRun:
         """The run of the kept `block`."""
