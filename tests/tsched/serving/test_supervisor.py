@@ -31,7 +31,9 @@ from tsched.serving.engine_client import (
     SampleDelta,
 )
 from tsched.serving.link import delta_of, join_deltas
-from tsched.serving.supervisor import SupervisedClient, restart_delay
+from tsched.serving.supervisor import SupervisedClient
+from tsched.serving.worker_lives import restart_delay
+from tsched.serving.worker_stream import WorkerStream
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **o
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def ask(client: SupervisedClient, name: str, token: int) -> supervisor.WorkerStream:
+def ask(client: SupervisedClient, name: str, token: int) -> WorkerStream:
     (stream,) = client.submit(EngineRequest(name, [token], {"max_tokens": 2}))
     return stream
 
@@ -285,7 +287,7 @@ def test_aborts_reach_requests_in_a_worker_and_between_two(tmp_path: Path) -> No
         waiting.cancel()  # a cancelled consumer aborts
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await asyncio.wait_for(client.drain(), 5)
+        await asyncio.wait_for(client.close(), 5)
 
     serve(tmp_path, main)
 
