@@ -10,7 +10,7 @@ before any data is read: a file cut short is refused by name of the first tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HEAD = "lm_head."
+_ASKED = "config.json asks for {}"
 BUFFER_BYTES = 2**23
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Computed = TypeVar("Computed")
@@ -112,7 +113,7 @@ class Checkpoint:
             WeightError: As `tensor`.
         """
         for name, shape in zip(names, shapes, strict=True):
-            self._check_entry(name, tuple(shape), "config.json asks for {}", FLOATS.values())
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
         rows = [shape[0] for shape in shapes]
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
@@ -139,7 +140,7 @@ class Checkpoint:
         return self.tensor(name, tuple(reversed(shape))).t().contiguous()
 
     def raw(
-        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"
+        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = _ASKED
     ) -> torch.Tensor:
         """Reads a tensor in its stored dtype.
 
@@ -159,6 +160,15 @@ class Checkpoint:
         tensor = self.peek(name)
         self._taken.add(name)
         return tensor
+
+    def check_headers(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Checks tensors that `tensor` will be asked for, name -> shape, by the files' headers alone.
+
+        Raises:
+            WeightError: One is missing, has another shape or holds no floats.
+        """
+        for name, shape in shapes.items():
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
 
     def peek(self, name: str) -> torch.Tensor:
         """Reads a tensor in its stored dtype and shape; `refuse_unused` still takes it for unread."""

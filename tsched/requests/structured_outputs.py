@@ -8,8 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tsched.requests.repetitions import find_repeated_repetition
+
 MAX_GRAMMAR_LENGTH = 2**16  # characters of a schema, a regex or a grammar
 MAX_CHOICES = 1000
+MAX_SCHEMA_DEPTH = 100  # levels of objects and lists
+_SHOWN = 100  # characters of a part of a regex
+_DATA = frozenset({"const", "enum", "default", "examples"})  # of a schema: their values are no schemas
+_LARK_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|//.*|/((?:\\.|[^/\\\n])+)/')  # a text, a comment, a regex
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +23,10 @@ class StructuredOutputsParams:
     """The form that an output must have: exactly one of these.
 
     Attributes:
-        json: A JSON schema, as a mapping or its text. The output is JSON of that schema.
-        regex: A regular expression in the syntax of Rust's regex. The whole output matches it.
+        json: A JSON schema, as a mapping or its text, of up to 100 levels. The output is JSON of that schema.
+        regex: A regular expression in the syntax of Rust's regex. The whole output matches it. Here and in the patterns
+            of a schema or grammar, nothing but a repetition without bound is not repeated without bound: (a+)+ says
+            what a+ says.
         choice: Up to 1000 texts, of which the output is one.
         grammar: A grammar in Lark's syntax, or in GBNF.
         json_object: True, for any JSON object.
@@ -51,6 +59,10 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar"):
             if getattr(self, name) is not None:
                 _check_text(name, getattr(self, name))
+        if self.regex is not None:
+            _check_regex("structured_outputs.regex", self.regex)
+        for piece in _LARK_PIECE.finditer(self.grammar or ""):
+            _check_regex("structured_outputs.grammar has a regex that", piece[1] or "")
 
     @property
     def field(self) -> str:
@@ -79,7 +91,40 @@ def _read_schema(value: Any) -> str:
         except (TypeError, ValueError, RecursionError) as error:
             what = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
             raise ValueError(f"structured_outputs.json {what}") from None
-    return _check_text("json", value)
+    text = _check_text("json", value)
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        what = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        raise ValueError(f"structured_outputs.json {what}") from None
+    _check_schema(schema)
+    return text
+
+
+def _check_schema(schema: Any) -> None:
+    """Checks a schema's depth and its regexes."""
+    left = [(schema, 1)]
+    while left:
+        value, depth = left.pop()
+        if isinstance(value, (dict, list)) and depth > MAX_SCHEMA_DEPTH:
+            raise ValueError(f"structured_outputs.json is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        if isinstance(value, list):
+            left += [(one, depth + 1) for one in value]
+        elif isinstance(value, dict):
+            for key, one in value.items():
+                if key == "pattern" and isinstance(one, str):
+                    _check_regex("structured_outputs.json has a pattern that", one)
+                elif key == "patternProperties" and isinstance(one, dict):
+                    for pattern in one:
+                        _check_regex("structured_outputs.json has patternProperties of which one", pattern)
+                left += [(one, depth + 1)] if key not in _DATA else []
+
+
+def _check_regex(what: str, pattern: str) -> None:
+    part = find_repeated_repetition(pattern)
+    if part is not None:
+        short = part if len(part) <= _SHOWN else f"{part[:_SHOWN]}…"
+        raise ValueError(f"{what} repeats a repetition without bound, {short!r}: write one, as a+ for (a+)+")
 
 
 def _check_text(name: str, value: Any) -> str:

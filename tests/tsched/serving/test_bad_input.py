@@ -279,6 +279,25 @@ def test_every_field_of_openais_own_classes_is_known() -> None:
     assert talk - ChatRequest.model_fields.keys() == set()
 
 
+@pytest.mark.parametrize("form", ["json", "regex", "grammar", "choice", "response_format"])
+@pytest.mark.parametrize("fault", ["deep", "repeated", "long"])
+def test_a_form_that_no_server_should_compile_is_refused_unread(form: str, fault: str, server: RunningServer) -> None:
+    long = "a" * 10**6
+    forms: dict[str, dict[str, Any]] = {
+        "deep": {"json": deep(300)},
+        "repeated": {"json": {"items": {"pattern": "(a+)+$"}}, "regex": "(a+)+$", "grammar": "start: /(a+)+$/"},
+        "long": {"json": {"const": long}, "regex": long, "grammar": f'start: "{long}"', "choice": [long]},
+    }
+    if form == "response_format" or form in forms[fault]:
+        asked = {"structured_outputs": {form: forms[fault].get(form)}}
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(server.front, "read_form", fail)
+            answer = server.post("/v1/completions", TEXT | (schema(forms[fault]["json"]) if "_" in form else asked))
+        assert (answer.status, answer.error["code"]) == (400, "invalid_value"), answer.body
+        assert answer.error["param"] == ("response_format" if "_" in form else "structured_outputs")
+        assert len(answer.body) < 1000
+
+
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
 def test_every_unsupported_field_has_its_refusal_and_null_is_leaving_it_out(kind: Any, server: RunningServer) -> None:
     base, path = (TEXT, "/v1/completions") if kind is CompletionRequest else (TALK, "/v1/chat/completions")
