@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from tsched.serving.engine_client import Delta
+from tsched.serving.engine_client import Delta, count_numbers
 from tsched.serving.link import join_deltas
 
 
@@ -43,6 +43,13 @@ class WorkerStream:
         if self._error is None:
             self._changed.clear()
         return news
+
+    @property
+    def num_unread(self) -> int:
+        samples = () if self._news is None else self._news.samples
+        return sum(
+            count_numbers(one.token_ids, one.logprobs and [place.logprobs for place in one.logprobs]) for one in samples
+        )
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""
