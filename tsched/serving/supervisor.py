@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tsched.options import read_options
+from tsched.requests.errors import ArgumentError
 from tsched.serving.engine_client import (
     Delta,
     EngineFailedError,
@@ -150,7 +151,7 @@ class SupervisedClient:
         for request in requests:
             read_sampling(request.sampling)
             if request.request_id in self._served:
-                raise ValueError(f"a request {request.request_id!r} is not finished yet")
+                raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
         served = [_Served(request, WorkerStream(partial(self.abort, request.request_id))) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()

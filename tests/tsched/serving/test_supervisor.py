@@ -104,17 +104,17 @@ def test_a_worker_that_was_started_in_vain_ends_with_its_link(tmp_path: Path) ->
 
 
 def test_what_waits_in_a_stream_is_counted() -> None:
-    stream = supervisor.WorkerStream(None, "a")  # type: ignore[arg-type]
+    stream = WorkerStream(lambda: None)
     assert stream.num_unread == 0
     for sample in (0, 1, 0):
         scores = [TokenScores([5, 6, 7], [-1.0, -2.0, -3.0])] * 2
-        stream._put(Delta([SampleDelta(sample, [5, 5], "ab", scores if sample else None)], False))
+        stream.put(Delta([SampleDelta(sample, [5, 5], "ab", scores if sample else None)], False))
     assert stream.num_unread == 2 + (2 + 2 * 3) + 2
     asyncio.run(anext_of(stream))
     assert stream.num_unread == 0
 
 
-async def anext_of(stream: supervisor.WorkerStream) -> Delta:
+async def anext_of(stream: WorkerStream) -> Delta:
     return await anext(stream)
 
 
