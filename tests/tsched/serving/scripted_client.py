@@ -88,9 +88,6 @@ class ScriptedClient:
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         return KernelSwap(0, dict.fromkeys(choices, "torch"))
 
-    async def drain(self) -> None:
-        self.state = "draining"
-
     async def close(self) -> None:
         self.state = "draining"
 
