@@ -156,7 +156,8 @@ class ChatEncoder:
     def _encode(self, text: str) -> list[int]:
         try:
             with attribute_to("the tokenizer on the messages"):
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+                # Other threads run meanwhile, which `encode` does not let them.
+                ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids if text else []
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
         return ids

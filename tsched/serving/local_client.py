@@ -18,6 +18,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     State,
     StatsSnapshot,
+    count_numbers,
     default_name,
     read_sampling,
 )
@@ -126,11 +127,6 @@ class LocalClient:
         except EngineError as error:
             raise EngineFailedError(describe_failure(error.__cause__)) from error
 
-    async def drain(self) -> None:
-        self._is_closing = True
-        if self._llm is not None:
-            await self._llm.drain()
-
     async def close(self) -> None:
         self._is_closing = True
         if self._llm is not None:
@@ -187,6 +183,11 @@ class LocalStream:
             times=make_times(output.metrics) if output.finished else None,
             at_fault=None if output.error is None else self._stream.at_fault,
         )
+
+    @property
+    def num_unread(self) -> int:
+        parts = [news.completion for news in self._stream._news]
+        return sum(count_numbers(one.token_ids, one.logprobs) for one in parts)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

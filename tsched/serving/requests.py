@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tsched.requests.chat_template import ChatEncoder
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentTypeError, RefusedError
 from tsched.requests.prompts import Conversation, check_named_ids
 from tsched.requests.sampling_params import SamplingParams
 from tsched.serving.auth import Tenant
@@ -173,7 +173,7 @@ def make_job(
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
-        raise TypeError(f"no API has a {type(request).__name__}")
+        raise ArgumentTypeError(f"no API has a {type(request).__name__}")
     prompts = [_truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     requests = [

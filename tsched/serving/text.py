@@ -54,8 +54,8 @@ class TextCodec:
         self._pieces = functools.lru_cache(_MEMO)(functools.partial(find_token_bytes, self.tokenizer))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. Other threads run meanwhile, which the library's own `encode` does not let them."""
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -105,7 +105,7 @@ def check_swaps(make_client: Callable[[], EngineClient], directory: Path, varian
         await client.start()
         streams, swaps = await load_and_swap(client, num_swaps)
         num_steps = client.stats().num_steps
-        await client.drain()
+        await client.close()
         return streams, swaps, num_steps
 
     streams, swaps, num_steps = asyncio.run(main())
