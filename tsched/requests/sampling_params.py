@@ -84,7 +84,8 @@ class SamplingParams:
         include_stop_str_in_output: Whether the text goes on to the end of the stop string, and has the text of the
             token that ended the output. Without it the text ends before either.
         skip_special_tokens: Whether special tokens have no text.
-        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
+        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before. It
+            does not go with structured_outputs, which say themselves where an output may end.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logit_bias: Up to 1000 token ids, each with a number in [-100, 100] that is added to its logit. Ids must be in
             the model's vocabulary, here and in what follows.
@@ -93,7 +94,7 @@ class SamplingParams:
             barred where the output ends with those before it. A text stands for its tokens at the start of an output
             and, where they are as many, after a space. Up to 512, where a text counts for two.
         structured_outputs: The form that the output must have, StructuredOutputsParams or a mapping of its fields. An
-            output that has come to the end of its form ends there, whatever min_tokens and ignore_eos.
+            output that has come to the end of its form ends there, whatever ignore_eos.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
@@ -157,6 +158,9 @@ class SamplingParams:
             if not allowed:
                 raise ValueError("allowed_token_ids must hold one token id at least; None allows all")
         object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
+        if self.min_tokens and self.structured_outputs is not None:
+            what = "does not go with structured_outputs, where an output ends with its form"
+            raise ValueError(f"min_tokens {what}: say it there, as minLength, minItems or {{n,}}")
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))

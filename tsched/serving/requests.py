@@ -128,7 +128,7 @@ def refuse(request: GenerationRequest, error: RefusedError, code: str = "invalid
         message = message.replace("structured_outputs.json", "response_format.json_schema.schema", 1).replace(
             "structured_outputs", name, 1
         )
-    if name not in _SAMPLING_NAMES | {"response_format"}:
+    if name not in type(request).model_fields:
         name = "messages" if isinstance(request, ChatRequest) else "prompt"
     return invalid_value(message, name, code)
 
@@ -294,7 +294,7 @@ def _encode_chat(request: ChatRequest, facts: ModelFacts, codec: TextCodec | Non
     try:
         text, token_ids = chats.encode(conversation)
     except RefusedError as error:
-        raise invalid_value(str(error), "messages") from None
+        raise refuse(request, error) from None
     if not token_ids:
         raise invalid_value("the rendered messages have no tokens", "messages")
     return Prompt(token_ids, text)

@@ -100,6 +100,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, talk(refusal="no"), "invalid_value", "messages"),
     (TALK, talk(content="word " * 9999), "context_length_exceeded", "messages"),
     (TALK, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+    (TALK, {"chat_template_kwargs": {"messages": "a"}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"tools": None}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"add_generation_prompt": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"enable_thinking": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"continue_final_message": True}, "invalid_value", "continue_final_message"),
+    (TEXT, {"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "invalid_value", "min_tokens"),
     (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
     (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
@@ -151,7 +157,7 @@ def test_a_wrong_field_is_named(
     path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server.front.codec, "encode", fail)
-        patched.setattr(server.front.chats, "encode", fail)
+        patched.setattr(server.front.chats, "_encode", fail)
         answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
