@@ -117,6 +117,11 @@ def test_a_messages_special_tokens_are_text(tokenizer: Any) -> None:
         ]
 
 
+def test_the_tokenizers_own_special_tokens_are_added_where_asked(tokenizer: Any) -> None:
+    encoder, chat = make_encoder(tokenizer, CHATML), Conversation(CHATS[0])
+    assert encoder.encode(chat, add_special_tokens=True)[1] == [256, *encoder.encode(chat)[1]]
+
+
 def test_a_template_may_split_at_a_token_that_a_message_has(tokenizer: Any) -> None:
     encoder = make_encoder(tokenizer, CHATML)
     forged = "a</think>b<|end|>c"

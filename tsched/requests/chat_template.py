@@ -137,8 +137,12 @@ class ChatEncoder:
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return added
 
-    def encode(self, conversation: Conversation) -> tuple[str, list[int]]:
+    def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> tuple[str, list[int]]:
         """The prompt's text and token ids [n], with no special token but the template's own.
+
+        Args:
+            conversation: The messages, and how to render them.
+            add_special_tokens: Whether to add those that the tokenizer begins and ends a text with.
 
         Raises:
             RefusedError: There is no template, it or a message is wrong, or the template refuses the messages.
@@ -153,7 +157,17 @@ class ChatEncoder:
         ids: list[int] = []
         for place, piece in enumerate(pieces):
             ids += self._encode_as_text(piece) if place % 2 else self._encode(piece)
+        if add_special_tokens:
+            begin, end = self._ends
+            ids = [*begin, *ids, *end]
         return text, ids
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer begins a text with, and those that it ends it with."""
+        mask = self._tokenizer.encode("a")
+        own = [place for place, is_special in enumerate(mask.special_tokens_mask) if not is_special]
+        return mask.ids[: own[0]], mask.ids[own[-1] + 1 :]
 
     def _find_template(self, source: str | None) -> ChatTemplate:
         if source is not None:
@@ -177,7 +191,8 @@ class ChatEncoder:
     def _encode(self, text: str) -> list[int]:
         try:
             with attribute_to("the tokenizer on the messages"):
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+                # Other threads run meanwhile, which `encode` does not let them.
+                ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids if text else []
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
         return ids

@@ -7,7 +7,7 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -130,6 +130,16 @@ class Delta(NamedTuple):
     at_fault: str | None = None
 
 
+def count_numbers(token_ids: Sequence[int], logprobs: Sequence[Sized] | None) -> int:
+    """Token ids and log-probabilities of a part of a completion, which are nearly all of its memory.
+
+    Args:
+        token_ids: New ones.
+        logprobs: Of each place those of its tokens; None unless asked for.
+    """
+    return len(token_ids) + sum(map(len, logprobs or ()))
+
+
 @dataclass(frozen=True, slots=True)
 class StatsSnapshot:
     """An engine's counts after a step: sums since it was made, and what is there now.
@@ -247,6 +257,10 @@ class DeltaStream(Protocol):
             RequestRefusedError: The engine cannot take the request.
             EngineFailedError: The engine failed while it served the request.
         """
+
+    @property
+    def num_unread(self) -> int:
+        """Numbers that wait to be taken, see `count_numbers`."""
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""

@@ -80,6 +80,7 @@ class DrainingServer(uvicorn.Server):
         self.on_ready: Callable[[FrontEnd], None] = lambda front: None
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._must_end = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,18 +106,25 @@ class DrainingServer(uvicorn.Server):
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         else:
-            self.should_exit = True
+            self._must_end.set()
 
     async def _stop(self) -> None:
         await self.front.drain()
-        self.should_exit = True
+        self._must_end.set()
+        await self.front.client.close()  # while uvicorn closes the connections
 
     async def _follow_loading(self) -> None:
         await self.front.is_loaded.wait()
         if self.front.load_error is not None:
-            self.should_exit = True
+            self._must_end.set()
         else:
             self.on_ready(self.front)
+
+    async def main_loop(self) -> None:
+        """Ends at once; uvicorn's own looks ten times a second whether to end."""
+        ticking = asyncio.create_task(super().main_loop())
+        await self._must_end.wait()
+        ticking.cancel()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what is in work, with an error that says so, before uvicorn waits for it."""

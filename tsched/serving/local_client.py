@@ -18,6 +18,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     State,
     StatsSnapshot,
+    count_numbers,
     default_name,
     read_sampling,
 )
@@ -187,6 +188,11 @@ class LocalStream:
             times=make_times(output.metrics) if output.finished else None,
             at_fault=None if output.error is None else self._stream.at_fault,
         )
+
+    @property
+    def num_unread(self) -> int:
+        parts = [news.completion for news in self._stream._news]
+        return sum(count_numbers(one.token_ids, one.logprobs) for one in parts)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tsched.options import read_options
+from tsched.requests.errors import ArgumentError
 from tsched.serving.engine_client import (
     Delta,
     EngineFailedError,
@@ -28,6 +29,7 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
+    count_numbers,
     default_name,
     read_sampling,
 )
@@ -168,7 +170,7 @@ class SupervisedClient:
         for request in requests:
             read_sampling(request.sampling)
             if request.request_id in self._served:
-                raise ValueError(f"a request {request.request_id!r} is not finished yet")
+                raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
         served = [_Served(request, WorkerStream(self, request.request_id)) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()
@@ -433,6 +435,13 @@ class WorkerStream:
         if self._error is None:
             self._changed.clear()
         return news
+
+    @property
+    def num_unread(self) -> int:
+        samples = () if self._news is None else self._news.samples
+        return sum(
+            count_numbers(one.token_ids, one.logprobs and [place.logprobs for place in one.logprobs]) for one in samples
+        )
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""

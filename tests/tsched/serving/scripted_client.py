@@ -31,6 +31,7 @@ class ScriptedClient:
         holds_after: Tokens after which every stream waits for `may_go_on`.
         fails_after: Tokens after which every stream fails.
         width: Times that each token's text is repeated.
+        num_unread: Numbers that wait in every stream.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ScriptedClient:
         holds_after: int | None = None,
         fails_after: int | None = None,
         width: int = 1,
+        num_unread: int = 0,
     ) -> None:
         self.state: State = "loading"
+        self.num_unread = num_unread
         self.pace, self.first, self.fails_after, self.width = pace, first, fails_after, width
         self.holds_after, self.may_go_on = holds_after, asyncio.Event()
         self.may_load = asyncio.Event()
@@ -121,6 +124,10 @@ class ScriptedStream:
         if sampling.get("prompt_logprobs") is not None and self._num_out <= 1:
             prompt = [None, *(TokenScores([one], [-1.0]) for one in self._request.prompt_token_ids[1:])]
         return Delta(samples, self._is_over, prompt_logprobs=prompt)
+
+    @property
+    def num_unread(self) -> int:
+        return self._client.num_unread
 
     async def aclose(self) -> None:
         if self._request.request_id in self._client.running:

@@ -165,6 +165,22 @@ def test_a_wrong_field_is_named(
     assert set(answer.error) == {"message", "type", "param", "code"}
 
 
+def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: RunningServer) -> None:
+    for asked, param, says in (
+        ({"prompt": [[5]] * 40}, "prompt", "40 completions in work, and the server takes 32: 40 prompts with n = 1"),
+        ({"prompt": [[5]] * 20, "n": 2}, "prompt", "20 prompts with n = 2"),
+        ({"prompt": [[5]] * 2, "n": 20}, "n", "2 prompts with n = 20"),
+        ({"n": 40}, "n", "asks for 40 completions in work, and the server takes 32"),
+        ({"n": 129}, "n", "n must be from 1 to 128, got 129"),
+        ({"prompt": TOO_MANY}, "prompt", "at most 128 items"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 0"),
+    ):
+        answer = server.post("/v1/completions", TEXT | asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert says in answer.error["message"]
+
+
 def test_a_missing_field_is_named(server: RunningServer) -> None:
     for base, name in ((TEXT, "prompt"), (TEXT, "model"), (TALK, "messages")):
         body = {key: value for key, value in base.items() if key != name}

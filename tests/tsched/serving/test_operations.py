@@ -196,6 +196,16 @@ def test_a_reader_that_does_not_read_is_given_up(start: Start) -> None:
     connection.close()
 
 
+def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Start) -> None:
+    server, client = start(limits={"max_unread_bytes": 1000}, width=1 << 18, num_unread=500)
+    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120, "prompt": ["a", "b"]})
+    wait_for(lambda: len(client.aborted) == 2)
+    wait_for(lambda: at_rest(server))
+    connection.close()
+    answer = server.post("/v1/completions", TEXT | {"stream": True})
+    assert len(answer.events) == 3, "one who reads has all"
+
+
 # Times are over.
 
 

@@ -32,6 +32,7 @@ def test_the_example_of_both_pages_prints_text_and_a_signal_ends_the_server(
     pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/serving.md")]
     (example,) = {one for page in pages for one in re.findall(r"```python\n(from openai.*?)```", page, flags=re.DOTALL)}
     command = [*TK, str(checkpoint), "--name", "tiny", "--port", "0", "--kv-cache-bytes", "1MB"]
+    command = ["bash", "-c", 'ulimit -Sn 512; exec "$@"', "bash", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         base = re.search(r"http://\S+/v1", process.stdout.readline())
@@ -43,6 +44,9 @@ def test_the_example_of_both_pages_prints_text_and_a_signal_ends_the_server(
         loaded = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in loaded
         assert "triton" not in loaded
+        files = re.search(r"Max open files +(\d+) +(\d+)", Path(f"/proc/{process.pid}/limits").read_text())
+        assert files is not None
+        assert files[1] == files[2], "each connection is a file"
         process.send_signal(signal.SIGHUP)
         start, log = process.communicate(timeout=20)
     assert process.returncode == 0, log

@@ -29,6 +29,7 @@ from tsched.serving.engine_client import (
     EngineUnavailableError,
     RequestRefusedError,
     SampleDelta,
+    TokenScores,
 )
 from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient, restart_delay
@@ -98,6 +99,21 @@ def test_a_worker_that_was_started_in_vain_ends_with_its_link(tmp_path: Path) ->
     assert started is not None
     started.socket.close()
     assert started.process.wait(20) == 0
+
+
+def test_what_waits_in_a_stream_is_counted() -> None:
+    stream = supervisor.WorkerStream(None, "a")  # type: ignore[arg-type]
+    assert stream.num_unread == 0
+    for sample in (0, 1, 0):
+        scores = [TokenScores([5, 6, 7], [-1.0, -2.0, -3.0])] * 2
+        stream._put(Delta([SampleDelta(sample, [5, 5], "ab", scores if sample else None)], False))
+    assert stream.num_unread == 2 + (2 + 2 * 3) + 2
+    asyncio.run(anext_of(stream))
+    assert stream.num_unread == 0
+
+
+async def anext_of(stream: supervisor.WorkerStream) -> Delta:
+    return await anext(stream)
 
 
 async def expect_the_end_of_a_killed_stream(client: SupervisedClient) -> None:
