@@ -318,8 +318,5 @@ class EngineClient(Protocol):
             EngineUnavailableError: The engine is not ready.
         """
 
-    async def drain(self) -> None:
-        """Takes no more requests and returns when all have ended."""
-
     async def close(self) -> None:
         """Aborts what is unfinished and ends the engine, in any state."""

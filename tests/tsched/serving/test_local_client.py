@@ -44,7 +44,7 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         (long,) = client.submit(EngineRequest("c", [5], {"max_tokens": 100, "ignore_eos": True}))
         client.abort("c")
         assert [delta async for delta in long][-1].samples[0].finish_reason == "abort"
-        await client.drain()
+        await client.close()
         assert client.state == "draining"
         with pytest.raises(EngineUnavailableError, match="stopping"):
             client.submit(request)

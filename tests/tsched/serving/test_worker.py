@@ -125,7 +125,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert 0 < swap.first_step <= client.stats().num_steps + 80
         assert client.stats().arm == swap.arm == llm.arm
         assert joined(await going)[0][0] == list(expected[0].outputs[0].token_ids)
-        await client.drain()
+        await client.close()
 
     asyncio.run(main())
 
@@ -279,7 +279,7 @@ def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
         done.set()
         assert min(await asyncio.gather(*clients)) >= 1
         assert steps == sorted(steps)
-        await client.drain()
+        await client.close()
 
     asyncio.run(main())
 
