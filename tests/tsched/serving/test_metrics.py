@@ -201,8 +201,9 @@ def test_each_histogram_counts_a_request_once_and_the_plans_counters_have_their_
     wait_for(lambda: at_rest(server))
     counts = {name: total(server, f"vllm:{name}_count") for name in VLLM_BUCKETS if not name.startswith("iteration")}
     once = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens")
-    once += ("request_generation_tokens", "request_time_per_output_token_seconds")
+    once += ("request_generation_tokens",)
     assert {name: counts[name] for name in once} == dict.fromkeys(once, 3)
+    assert counts["request_time_per_output_token_seconds"] in (2, 3), "the third may have had its first tokens alone"
     phases = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
     assert {name: counts[name] for name in phases} == dict.fromkeys(phases, 2), "an engine has no times of an abort"
     for name, label in LABELLED.items():
