@@ -247,6 +247,13 @@ class SequenceTable:
         """Which of `rows` may still need another block; a sequence's last token is never computed."""
         return self.capacity[rows] < self.max_length[rows] - 1
 
+    def last_page_waste(self, rows: Ints) -> float:
+        """Of the slots lent to `rows` [n], the fraction past their known tokens."""
+        capacity, known = self.capacity[rows], self.known[rows]
+        given_back = self.first_block[rows] * self.block_size
+        lent = int((capacity - given_back).sum())
+        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
+
     def remove(self, row: int) -> tuple[Sequence, BlockIds]:
         """Take the row's sequence out, with the tokens known of it; returns it and its blocks from its first one on,
         which are now the caller's.

@@ -1,0 +1,116 @@
+"""Who comes to run: sequences from the queue, while rows, blocks, states and tokens last."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tsched.scheduling.block_pool import BlockIds
+from tsched.scheduling.kv_memory import KVMemory
+from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
+from tsched.scheduling.step_plan import Counters
+from tsched.scheduling.token_budget import TokenBudget
+from tsched.scheduling.waiting_queue import WaitingQueue
+
+
+class Admission:
+    """Places sequences of `waiting` in rows of `table`, with what they need of `memory`."""
+
+    def __init__(
+        self, table: SequenceTable, memory: KVMemory, waiting: WaitingQueue, budget: TokenBudget, counters: Counters
+    ) -> None:
+        self._table = table
+        self._memory = memory
+        self._states = memory.states
+        self._window = memory.window
+        self._waiting = waiting
+        self._budget = budget
+        self._counters = counters
+        # Who was not admitted for want of room, and how many blocks (past those kept back to grow into) and states
+        # there were then.
+        self._blocked: tuple[Sequence, int, int] | None = None
+
+    def note_inserted(self) -> None:
+        """Blocks have become matchable: who found no room may need less of it now."""
+        self._blocked = None
+
+    def admit(self, running: Ints, left: int, room: int) -> tuple[list[int], list[int]]:
+        """Admit from the queue beside the `running` rows [n] while rows, blocks, `left` tokens and `room` for prefill
+        tokens last; returns their rows and counts, [a] each.
+        """
+        table, budget, waiting = self._table, self._budget, self._waiting
+        rows: list[int] = []
+        counts: list[int] = []
+        spared = self._count_spared(running)
+        while left > 0 and table.num_free_rows:
+            sequence = waiting.head()
+            if sequence is None:
+                break
+            wanted = sequence.tokens.size - sequence.num_computed
+            if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
+                break
+            blocks = self._find_blocks(sequence, running.size + len(rows), spared)
+            if blocks is None:
+                break
+            waiting.remove(sequence)
+            if sequence.num_cached is None:
+                sequence.num_cached = sequence.num_computed
+            row = table.place(sequence, blocks, sequence.num_computed)
+            wanted, grows = self._enter_row(row, sequence)
+            spared += grows
+            count = 1 if wanted == 1 else min(wanted, budget.chunk, room)
+            rows.append(row)
+            counts.append(count)
+            left -= count
+            room = min(left, room if wanted == 1 else room - count)
+        return rows, counts
+
+    def _enter_row(self, row: int, sequence: Sequence) -> tuple[int, int]:
+        """The tokens that `sequence`, which was just placed in `row`, may compute at once; the blocks that newcomers
+        after it leave to it.
+        """
+        table, window, wanted = self._table, self._window, sequence.tokens.size - sequence.num_computed
+        if self._states is not None:
+            self._states.place(row, sequence)
+            if self._budget.chunked:
+                wanted = int(self._states.cut_at_checkpoints(row, sequence.num_computed, wanted))
+        if window is None:
+            return wanted, bool(table.can_grow(row))
+        # Its blocks may be for a part of its tokens alone.
+        wanted = min(wanted, int(table.capacity[row]) - sequence.num_computed)
+        return wanted, window.count_spared(table, np.array([row]))
+
+    def _count_spared(self, rows: Ints) -> int:
+        """Blocks that newcomers leave to the running `rows` [n]: one for each that may need one more."""
+        if self._window is not None:
+            return self._window.count_spared(self._table, rows)
+        return int(np.count_nonzero(self._table.can_grow(rows)))
+
+    def _find_blocks(self, sequence: Sequence, num_running: int, num_spared: int) -> BlockIds | None:
+        """Blocks for all tokens of `sequence`, or as many as a window lets it have; None where there are not enough of
+        them beside the `num_spared` that are kept back for the running sequences, or else the newcomer would be
+        preempted at once.
+        """
+        memory = self._memory
+        if num_running and self._blocked is not None and self._is_blocked(sequence, num_spared):
+            return None
+        while (blocks := memory.enter(sequence, num_spared)) is None:
+            if num_running:
+                self._blocked = (sequence, *self._count_room(num_spared))
+                return None
+            if memory.give_up(but=sequence) is None and memory.give_up() is None:
+                raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
+            self._counters.num_given_up += 1
+        self._blocked = None
+        return blocks
+
+    def _is_blocked(self, sequence: Sequence, num_spared: int) -> bool:
+        """Whether `sequence` found no room when there was as much as now."""
+        if self._blocked is None or self._blocked[0] is not sequence:
+            return False
+        spared, num_states = self._count_room(num_spared)
+        return spared <= self._blocked[1] and num_states <= self._blocked[2]
+
+    def _count_room(self, num_spared: int) -> tuple[int, int]:
+        """The blocks beside the `num_spared` that are kept back, and the states, that newcomers can get."""
+        num_states = 0 if self._states is None else self._states.num_available
+        return self._memory.cache.num_available - num_spared, num_states
