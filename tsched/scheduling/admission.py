@@ -41,6 +41,7 @@ class Admission:
         rows: list[int] = []
         counts: list[int] = []
         spared = self._count_spared(running)
+        is_simple = self._states is None and self._window is None
         while left > 0 and table.num_free_rows:
             sequence = waiting.head()
             if sequence is None:
@@ -55,8 +56,12 @@ class Admission:
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
             row = table.place(sequence, blocks, sequence.num_computed)
-            wanted, grows = self._enter_row(row, sequence)
-            spared += grows
+            if is_simple:
+                wanted = sequence.tokens.size - sequence.num_computed
+                spared += blocks.size * table.block_size < sequence.max_length - 1  # as table.can_grow
+            else:
+                wanted, grows = self._enter_row(row, sequence)
+                spared += grows
             count = 1 if wanted == 1 else min(wanted, budget.chunk, room)
             rows.append(row)
             counts.append(count)

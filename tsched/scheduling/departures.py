@@ -65,7 +65,9 @@ class Departures:
             num_committed = table.num_committed(row)
             left.append((*table.remove(row), num_committed))
         self._memory.release_each(rows, left)
-        return [self._mark_finished(sequence, reasons[row]) for row, (sequence, _, _) in zip(rows, left, strict=True)]
+        for row, (sequence, _, _) in zip(rows, left, strict=True):
+            self._mark_finished(sequence, reasons[row])
+        return [sequence for sequence, _, _ in left]
 
     def end(self, sequence: Sequence, reason: str) -> Sequence:
         """End an unfinished `sequence`, wherever it is."""
@@ -74,7 +76,9 @@ class Departures:
         if not self._groups.remove(sequence):
             self._waiting.remove(sequence)
             self._memory.drop(sequence)
-        return self._mark_finished(sequence, reason)
+        self._planner.disturb()
+        self._mark_finished(sequence, reason)
+        return sequence
 
     def _find_stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
         """[m] bool, which of `rows` were ended by their new token; None where none was."""
@@ -99,16 +103,14 @@ class Departures:
         is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
         sequence.stop_id = None if is_eos else token
 
-    def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
+    def _mark_finished(self, sequence: Sequence, reason: str) -> None:
         del self.unfinished[sequence.id]
-        heirs = self._groups.disband(sequence.id) if len(self._groups) else None
+        heirs = self._groups.disband(sequence.id)
         if heirs:  # it led a group, whose prompt another one computes now
             self._groups.form(heirs[0], heirs[1:])
             self._waiting.add(heirs[0])
-        self._planner.disturb()
         if sequence.params.max_tokens == 0 and sequence.tokens.size > sequence.prompt_len:
             self._counters.num_output_tokens -= sequence.tokens.size - sequence.prompt_len
             sequence.tokens, reason = sequence.tokens[: sequence.prompt_len], "length"
         sequence.finish_reason = reason
         self._counters.num_finished += 1
-        return sequence

@@ -368,12 +368,11 @@ class Scheduler:
                 led.append(sequence)
         if rows:
             self._insert(rows, computed)
-        if len(self._groups):
-            for sequence in led:
-                for follower in self._groups.disband(sequence.id):
-                    self._planner.share_blocks(sequence, follower)
-                    self._waiting.add(follower)
-                    self.counters.num_forks += 1
+        for sequence in led if len(self._groups) else ():
+            for follower in self._groups.disband(sequence.id):
+                self._planner.share_blocks(sequence, follower)
+                self._waiting.add(follower)
+                self.counters.num_forks += 1
 
     def _insert(self, rows: list[int], computed: list[Computed]) -> None:
         """The blocks of `rows` [n] are `computed` [n]: they become matchable, or give way to equal ones that are."""

@@ -79,15 +79,15 @@ class Sequence:
         """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
         return self.host_blocks.size == 0, self.key, self.serial
 
-    def update_tokens(self, tokens: Ints) -> None:
-        """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
-        have = self.tokens.size
-        room = self._room
+    def update_tokens(self, tokens: Ints, count: int) -> None:
+        """The first `count` of `tokens` are its tokens now, which begin with those that it has: the others alone are copied.
+        """
+        have, room = self.tokens.size, self._room
         if self.tokens.base is not room:  # somebody has given it others
-            self.tokens = tokens.copy()
+            self.tokens = tokens[:count].copy()
             return
-        room[have : tokens.size] = tokens[have:]
-        self.tokens = room[: tokens.size]
+        room[have:count] = tokens[have:count]
+        self.tokens = room[:count]
 
     def freeze_tokens(self, tokens: Ints) -> Ints:
         """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
@@ -261,7 +261,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
-        sequence.update_tokens(self.tokens[row, : self.known[row]])
+        sequence.update_tokens(self.tokens[row], int(self.known[row]))
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1
