@@ -51,9 +51,10 @@ BUGS = (
                "'abort' in reasons.values() or self._memory.release_each(rows, left)"),
     PlantedBug("an abort of a waiting sequence leaks its blocks", Departures, "end",
                "self._memory.drop(sequence)", "pass"),
-    PlantedBug("prompt blocks are matchable before they are computed", Admission, "admit",
-               "waiting.remove(sequence)",
-               "waiting.remove(sequence); self._memory.cache.insert(sequence, blocks, sequence.tokens.size)"),
+    PlantedBug("prompt blocks are matchable before they are computed", Admission, "_place",
+               "begin += missing",
+               "begin += missing; self._memory.cache.insert(sequence, np.concatenate((held, blocks)), "
+               "sequence.tokens.size)"),
     PlantedBug("a fork writes to a block that others read", KVMemory, "enter",
                "copies = num_computed % self.pool.block_size != 0 and", "copies = 0 and"),
     PlantedBug("a hit covers the last token too", RunCache, "match",

@@ -11,6 +11,9 @@ from tsched.scheduling.step_plan import Counters
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 
+_Entered = tuple[Sequence, BlockIds, int]
+"""A sequence that comes to run, the blocks that it holds, and how many more it needs."""
+
 
 class Admission:
     """Places sequences of `waiting` in rows of `table`, with what they need of `memory`."""
@@ -38,36 +41,48 @@ class Admission:
         tokens last; returns their rows and counts, [a] each.
         """
         table, budget, waiting = self._table, self._budget, self._waiting
+        is_simple = self._states is None and self._window is None
+        entered: list[_Entered] = []
         rows: list[int] = []
         counts: list[int] = []
-        spared = self._count_spared(running)
-        is_simple = self._states is None and self._window is None
-        while left > 0 and table.num_free_rows:
+        num_free_rows, spared = table.num_free_rows, self._count_spared(running)
+        while left > 0 and len(counts) < num_free_rows:
             sequence = waiting.head()
             if sequence is None:
                 break
             wanted = sequence.tokens.size - sequence.num_computed
             if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
                 break
-            blocks = self._find_blocks(sequence, running.size + len(rows), spared)
-            if blocks is None:
+            found = self._find_blocks(sequence, running.size + len(counts), spared)
+            if found is None:
                 break
             waiting.remove(sequence)
+            if is_simple:  # all get their blocks and rows at once: until then the blocks are spared for them
+                entered.append((sequence, *found))
+                wanted, num_blocks = sequence.tokens.size - sequence.num_computed, found[0].size + found[1]
+                spared += found[1] + (num_blocks * table.block_size < sequence.max_length - 1)  # as table.can_grow
+            else:
+                rows += self._place([(sequence, *found)])
+                wanted, grows = self._enter_row(rows[-1], sequence)
+                spared += grows
+            counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
+            left -= counts[-1]
+            room = min(left, room if wanted == 1 else room - counts[-1])
+        return rows + self._place(entered), counts
+
+    def _place(self, entered: list[_Entered]) -> list[int]:
+        """Give those who have `entered` the blocks that they lack, and a row each; returns the rows."""
+        if not entered:
+            return []
+        table, rows, begin = self._table, [], 0
+        added = self._memory.cache.allocate(sum(missing for _, _, missing in entered))
+        for sequence, held, missing in entered:
+            blocks = added[begin : begin + missing]
+            begin += missing
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
-            row = table.place(sequence, blocks, sequence.num_computed)
-            if is_simple:
-                wanted = sequence.tokens.size - sequence.num_computed
-                spared += blocks.size * table.block_size < sequence.max_length - 1  # as table.can_grow
-            else:
-                wanted, grows = self._enter_row(row, sequence)
-                spared += grows
-            count = 1 if wanted == 1 else min(wanted, budget.chunk, room)
-            rows.append(row)
-            counts.append(count)
-            left -= count
-            room = min(left, room if wanted == 1 else room - count)
-        return rows, counts
+            rows.append(table.place(sequence, np.concatenate((held, blocks)) if held.size else blocks))
+        return rows
 
     def _enter_row(self, row: int, sequence: Sequence) -> tuple[int, int]:
         """The tokens that `sequence`, which was just placed in `row`, may compute at once; the blocks that newcomers
@@ -90,15 +105,15 @@ class Admission:
             return self._window.count_spared(self._table, rows)
         return int(np.count_nonzero(self._table.can_grow(rows)))
 
-    def _find_blocks(self, sequence: Sequence, num_running: int, num_spared: int) -> BlockIds | None:
-        """Blocks for all tokens of `sequence`, or as many as a window lets it have; None where there are not enough of
-        them beside the `num_spared` that are kept back for the running sequences, or else the newcomer would be
-        preempted at once.
+    def _find_blocks(self, sequence: Sequence, num_running: int, num_spared: int) -> tuple[BlockIds, int] | None:
+        """What `sequence` holds, and how many more blocks it gets: for all its tokens, or for as many as a window lets
+        it have. None where there are not enough beside the `num_spared` that are for those who run, or else the
+        newcomer would be preempted at once.
         """
         memory = self._memory
         if num_running and self._blocked is not None and self._is_blocked(sequence, num_spared):
             return None
-        while (blocks := memory.enter(sequence, num_spared)) is None:
+        while (found := memory.enter(sequence, num_spared)) is None:
             if num_running:
                 self._blocked = (sequence, *self._count_room(num_spared))
                 return None
@@ -106,7 +121,7 @@ class Admission:
                 raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
             self._counters.num_given_up += 1
         self._blocked = None
-        return blocks
+        return found
 
     def _is_blocked(self, sequence: Sequence, num_spared: int) -> bool:
         """Whether `sequence` found no room when there was as much as now."""
@@ -116,6 +131,6 @@ class Admission:
         return spared <= self._blocked[1] and num_states <= self._blocked[2]
 
     def _count_room(self, num_spared: int) -> tuple[int, int]:
-        """The blocks beside the `num_spared` that are kept back, and the states, that newcomers can get."""
+        """The blocks beside the `num_spared`, and the states, that newcomers can get."""
         num_states = 0 if self._states is None else self._states.num_available
         return self._memory.cache.num_available - num_spared, num_states

@@ -80,8 +80,7 @@ class Sequence:
         return self.host_blocks.size == 0, self.key, self.serial
 
     def update_tokens(self, tokens: Ints, count: int) -> None:
-        """The first `count` of `tokens` are its tokens now, which begin with those that it has: the others alone are copied.
-        """
+        """The first `count` of `tokens` are its tokens now, the first of which it has: the others alone are copied."""
         have, room = self.tokens.size, self._room
         if self.tokens.base is not room:  # somebody has given it others
             self.tokens = tokens[:count].copy()
@@ -169,9 +168,9 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+    def place(self, sequence: Sequence, blocks: BlockIds) -> int:
         """Give `sequence` a row and its `blocks` [n] int32 from its first one on, which hold what is still needed of
-        its first `num_computed` tokens. Returns the row.
+        its first num_computed tokens. Returns the row.
         """
         row = self._free_rows.pop()
         params, length, first = sequence.params, sequence.tokens.size, sequence.first_block
@@ -182,7 +181,7 @@ class SequenceTable:
         self.max_length[row] = sequence.max_length
         self.min_length[row] = sequence.prompt_len + params.min_tokens
         self.known[row] = self.length[row] = length
-        self.computed[row] = num_computed
+        self.computed[row] = sequence.num_computed
         # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
         self.prefilled[row] = 0
         self.prefill_length[row] = length

@@ -148,36 +148,36 @@ class RunCache(ABC, Generic[AnyRun]):
             return inserted
         if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
             return [self.insert(*one) for one in computed]
-        new, searching, place = [], [], 0
+        new, runs, searching, place = [], [], [], 0
         for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
             start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
             place += end
             if start == end:
                 continue
-            if self._add_unknown(computed[i][0], blocks[:end], start):
-                new.append(blocks[start:end])
-            else:
+            run = self._add_unknown(computed[i][0], blocks[:end], start)
+            if run is None:
                 searching.append(i)
-        if new:
+            else:
+                runs.append(run)
+                new.append(blocks[start:end])
+        if runs:
+            self._note(runs, new)
             pool.keep(np.concatenate(new))
         for i in searching:
             inserted[i] = self.insert(*computed[i])
         return inserted
 
-    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> bool:
-        """Add the last of the sequence's `blocks`, from `start` on, if it takes no search to see that nothing like them
-        is kept: its first block is new, or nothing follows the one before `start`. Whether it did.
+    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> AnyRun | None:
+        """Add the last of the sequence's `blocks`, from `start` on, to a run if it takes no search to see that nothing
+        like them is kept: its first block is new, or nothing follows the one before `start`. Returns the run.
         """
         if start == 0:
-            if self._has_first_of(sequence):
-                return False
-            self._note(self._append(sequence, 0, blocks, None))
-            return True
+            return None if self._has_first_of(sequence) else self._append(sequence, 0, blocks, None)
         run = self._run(blocks[start - 1])
         if not self._ends_at(run, start):
-            return False
-        self._go_on(run, sequence, blocks[start:])
-        return True
+            return None
+        self._extend(run, sequence, blocks[start:])
+        return run
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self.release_each([(sequence, blocks, num_computed)])
@@ -194,17 +194,13 @@ class RunCache(ABC, Generic[AnyRun]):
     def _add(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
         """`blocks`, at the sequence's place `start`, follow those of `parent` before that place, where it has any."""
         if parent is not None and self._ends_at(parent, start):
-            self._go_on(parent, sequence, blocks)
+            self._extend(parent, sequence, blocks)
+            self._note([parent], [blocks])
             return
         if parent is not None and start < parent.first + parent.blocks.size:
             tail, parent = parent, self._split(parent, start - parent.first)
-            self._note(parent)
-            self._note(tail)
-        self._note(self._append(sequence, start, blocks, parent))
-
-    def _go_on(self, leaf: AnyRun, sequence: Sequence, blocks: BlockIds) -> None:
-        self._extend(leaf, sequence, blocks)
-        self._first_of[blocks] = leaf.blocks[0]
+            self._note([parent, tail], [parent.blocks, tail.blocks])
+        self._note([self._append(sequence, start, blocks, parent)], [blocks])
 
     def _ends_at(self, run: AnyRun, place: int) -> bool:
         """Whether `run` has blocks up to `place`, and nothing that is kept follows them."""
@@ -215,11 +211,12 @@ class RunCache(ABC, Generic[AnyRun]):
         """The run of the kept `block`."""
         return self._run_of[int(self._first_of[block])]
 
-    def _note(self, run: AnyRun) -> None:
-        """`run` has these blocks, and this first one, from now on."""
-        first = int(run.blocks[0])
-        self._run_of[first] = run
-        self._first_of[run.blocks] = first
+    def _note(self, runs: list[AnyRun], blocks: list[BlockIds]) -> None:
+        """`runs` [n], each under its first block, have the `blocks` [n] from now on."""
+        firsts = [int(run.blocks[0]) for run in runs]
+        self._run_of.update(zip(firsts, runs, strict=True))
+        index = np.concatenate(blocks).astype(np.intp)
+        self._first_of[index] = firsts[0] if len(runs) == 1 else np.repeat(firsts, [one.size for one in blocks])
 
     def _trim(self, leaf: AnyRun, count: int) -> None:
         """Take the last `count` blocks from `leaf`, and the leaf from the cache when none is left."""
