@@ -54,11 +54,11 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
         architectures: Those that it may be of; None is those of the house.
 
     Raises:
-        ValueError: `model` is neither a str nor a Path.
+        ValueError: `model` is neither a str nor a Path, or it is empty.
         ConfigError: There is no such model, and the message says where it was looked for in which order, or its
             configuration cannot be served.
     """
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or model == "":  # Path("") would be the working directory
         raise ValueError(f"model must be a name or a path, got {model!r}")
     directory = Path(model)
     if directory.is_dir() or isinstance(model, Path):

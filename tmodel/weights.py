@@ -10,7 +10,8 @@ before any data is read: a file cut short is refused by name of the first tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +20,13 @@ from typing import Any, Self, TypeVar
 import torch
 
 from tmodel.json_files import parse_json
-from tmodel.safetensors_header import DTYPES, FLOATS, Entry, WeightError, read_header
+from tmodel.safetensors_header import DTYPES, FLOATS, MAX_HEADER_BYTES, Entry, WeightError, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HEAD = "lm_head."
+_ASKED = "config.json asks for {}"
 BUFFER_BYTES = 2**23
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Computed = TypeVar("Computed")
@@ -112,7 +114,7 @@ class Checkpoint:
             WeightError: As `tensor`.
         """
         for name, shape in zip(names, shapes, strict=True):
-            self._check_entry(name, tuple(shape), "config.json asks for {}", FLOATS.values())
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
         rows = [shape[0] for shape in shapes]
         fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
         for name, part in zip(names, fused.split(rows), strict=True):
@@ -139,7 +141,7 @@ class Checkpoint:
         return self.tensor(name, tuple(reversed(shape))).t().contiguous()
 
     def raw(
-        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"
+        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = _ASKED
     ) -> torch.Tensor:
         """Reads a tensor in its stored dtype.
 
@@ -159,6 +161,15 @@ class Checkpoint:
         tensor = self.peek(name)
         self._taken.add(name)
         return tensor
+
+    def check_headers(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Checks tensors that `tensor` will be asked for, name -> shape, by the files' headers alone.
+
+        Raises:
+            WeightError: One is missing, has another shape or holds no floats.
+        """
+        for name, shape in shapes.items():
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
 
     def peek(self, name: str) -> torch.Tensor:
         """Reads a tensor in its stored dtype and shape; `refuse_unused` still takes it for unread."""
@@ -316,16 +327,25 @@ def read_index(index: Path, suffix: str = ".safetensors") -> dict[str, set[str]]
     Raises:
         WeightError: It is damaged, or names a file of another kind or another directory.
     """
-    shards: dict[str, set[str]] = {}
     try:
-        for tensor, name in parse_json(index.read_bytes())["weight_map"].items():
-            if Path(name).name != name or not name.endswith(suffix):
-                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a {suffix[1:]} file here")
-            shards.setdefault(name, set()).add(tensor)
+        if (num_bytes := index.stat().st_size) > MAX_HEADER_BYTES:
+            raise WeightError(f"{index}: {num_bytes} bytes; an index has {MAX_HEADER_BYTES} at most")
+        content = parse_json(index.read_bytes())
     except WeightError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{index}: not a {suffix[1:]} index with a weight_map: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{index}: cannot be read as JSON: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise WeightError(
+            f"{index}: weight_map must say of each tensor which {suffix[1:]} file it is in, got {reprlib.repr(files)}"
+        )
+    shards: dict[str, set[str]] = {}
+    for tensor, name in files.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
+            said = f"weight_map says that tensor {tensor!r} is in {reprlib.repr(name)}"
+            raise WeightError(f"{index}: {said}, not a {suffix[1:]} file here")
+        shards.setdefault(name, set()).add(tensor)
     return shards
 
 

@@ -83,7 +83,10 @@ def test_a_message_shows_a_value_in_short(
 def test_end_tokens_of_generation_config_are_token_ids(write_checkpoint: WriteCheckpoint, given: Any) -> None:
     directory = write_checkpoint({})
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-    with pytest.raises(ConfigError, match=f"is not a token id below vocab_size={CONFIG['vocab_size']}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"generation_config.json: eos_token_id .* is not a token id below vocab_size={CONFIG['vocab_size']}",
+    ):
         load_config(directory)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError
 from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ class Conversation:
         add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
         continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
         chat_template: The text of a template to use in the place of the checkpoint's.
-        variables: More of the template's variables, as `enable_thinking` of some.
+        variables: More of the variables that the template reads, as `enable_thinking` of some.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -84,14 +84,16 @@ def split_prompts(prompts: Any) -> list[Any]:
     ids is one request.
 
     Raises:
-        TypeError: It is neither that nor a list of prompts.
+        ArgumentTypeError: It is neither that nor a list of prompts.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping, Conversation)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
+        raise ArgumentTypeError(
+            f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}"
+        )
     entries = list(prompts)
     if _PLAIN.issuperset(map(type, entries)):
         return [entries] if entries else []
@@ -171,12 +173,12 @@ def check_salt(salt: Salt) -> bytes:
     """Returns the salt as bytes.
 
     Raises:
-        TypeError: It is no str, bytes or None.
+        ArgumentTypeError: It is no str, bytes or None.
     """
     if salt is None or isinstance(salt, bytes):
         return salt or b""
     if not isinstance(salt, str):
-        raise TypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
+        raise ArgumentTypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
     return salt.encode("utf-8", "surrogatepass")
 
 
@@ -184,13 +186,13 @@ def check_priority(priority: int) -> int:
     """Returns the priority as an int.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: Its magnitude is above MAX_PRIORITY.
+        ArgumentTypeError: It is no integer.
+        ArgumentError: Its magnitude is above MAX_PRIORITY.
     """
     if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
-        raise TypeError(f"priority must be an integer, got {priority!r}")
+        raise ArgumentTypeError(f"priority must be an integer, got {priority!r}")
     if abs(priority) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+        raise ArgumentError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
     return int(priority)
 
 
@@ -207,19 +209,19 @@ def broadcast_to_prompts(
         default: Stands for None.
 
     Raises:
-        TypeError: A value has another type.
-        ValueError: The list has another length.
+        ArgumentTypeError: A value has another type.
+        ArgumentError: The list has another length.
     """
     names = " or ".join(kind.__name__ for kind in types)
     if value is None or _has_type(value, types):
         return [default if value is None else value] * num_prompts  # type: ignore[list-item]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
     for one in value:
         if one is not None and not _has_type(one, types):
-            raise TypeError(f"{name} must hold {names}, got {type(one).__name__}")
+            raise ArgumentTypeError(f"{name} must hold {names}, got {type(one).__name__}")
     if len(value) != num_prompts:
-        raise ValueError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
+        raise ArgumentError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
     return [default if one is None else one for one in value]
 
 

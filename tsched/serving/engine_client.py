@@ -6,7 +6,8 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -129,6 +130,16 @@ class Delta(NamedTuple):
     at_fault: str | None = None
 
 
+def count_numbers(token_ids: Sequence[int], logprobs: Sequence[Sized] | None) -> int:
+    """Token ids and log-probabilities of a part of a completion, which are nearly all of its memory.
+
+    Args:
+        token_ids: New ones.
+        logprobs: Of each place those of its tokens; None unless asked for.
+    """
+    return len(token_ids) + sum(map(len, logprobs or ()))
+
+
 @dataclass(frozen=True, slots=True)
 class StatsSnapshot:
     """An engine's counts after a step: sums since it was made, and what is there now.
@@ -212,7 +223,8 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
-        raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
+        words = re.findall(r"\w+", message)
+        raise RequestRefusedError(message, next((word for word in words if word in sampling), None)) from error
 
 
 class EngineUnavailableError(TKernelsError, RuntimeError):
@@ -246,6 +258,10 @@ class DeltaStream(Protocol):
             EngineFailedError: The engine failed while it served the request.
         """
 
+    @property
+    def num_unread(self) -> int:
+        """Numbers that wait to be taken, see `count_numbers`."""
+
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""
 
@@ -264,11 +280,19 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Loads the model and returns when it is ready; whatever the loading raises is raised here."""
 
-    def submit(self, request: EngineRequest) -> DeltaStream:
-        """Begins to serve a request.
+    def check_open(self) -> None:
+        """Checks that new requests are to be let in.
 
         Raises:
-            RequestRefusedError: Its sampling parameters are none.
+            EngineUnavailableError: None are now. One that was let in before may be submitted, unless the engine drains.
+            EngineFailedError: The engine failed for good.
+        """
+
+    def submit(self, *requests: EngineRequest) -> Sequence[DeltaStream]:
+        """Begins to serve requests, all before the same step of the engine; while it restarts, they wait for it.
+
+        Raises:
+            RequestRefusedError: The sampling parameters of one are none.
             EngineUnavailableError: No request is taken now.
             EngineFailedError: The engine failed for good.
         """
@@ -293,9 +317,6 @@ class EngineClient(Protocol):
             RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
-
-    async def drain(self) -> None:
-        """Takes no more requests and returns when all have ended."""
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the engine, in any state."""

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -23,13 +23,20 @@ from tsched.serving.protocol.errors import ApiError
 _DROP_S = 2.0
 
 
-def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serves an app of `create_app` until SIGTERM or SIGINT. The first lets running requests end, a second ends them.
+def serve(app: FastAPI, listening: socket.socket, on_ready: Callable[[FrontEnd], None] = lambda front: None) -> None:
+    """Serves an app of `create_app` until SIGTERM, SIGINT or SIGHUP. The first lets running requests end, a second ends
+    them.
+
+    Args:
+        app: The app.
+        listening: Of `open_socket`.
+        on_ready: Called once, when the model is loaded.
 
     Raises:
         ServerStartError: The model cannot be loaded.
     """
     server = make_server(app)
+    server.on_ready = on_ready
     server.run(sockets=[listening])
     error = server.front.load_error
     if error is not None:
@@ -61,21 +68,29 @@ class DrainingServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         front: The app's state.
+
+    Attributes:
+        front: As given.
+        on_ready: Called once, when the model is loaded.
     """
 
     def __init__(self, config: uvicorn.Config, front: FrontEnd) -> None:
         super().__init__(config)
         self.front = front
+        self.on_ready: Callable[[FrontEnd], None] = lambda front: None
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._must_end = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handles signals on the loop; uvicorn's own would raise them again at the end, for another exit status."""
         loop = asyncio.get_running_loop()
-        self._watching = loop.create_task(self._stop_if_not_loaded())
+        self._watching = loop.create_task(self._follow_loading())
         handled: list[signal.Signals] = []
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if one == signal.SIGHUP and signal.getsignal(one) == signal.SIG_IGN:  # by nohup
+                continue
             with contextlib.suppress(ValueError, RuntimeError):  # another thread than the main one has none
                 loop.add_signal_handler(one, self.stop)
                 handled.append(one)
@@ -91,16 +106,25 @@ class DrainingServer(uvicorn.Server):
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         else:
-            self.should_exit = True
+            self._must_end.set()
 
     async def _stop(self) -> None:
         await self.front.drain()
-        self.should_exit = True
+        self._must_end.set()
+        await self.front.client.close()  # while uvicorn closes the connections
 
-    async def _stop_if_not_loaded(self) -> None:
+    async def _follow_loading(self) -> None:
         await self.front.is_loaded.wait()
         if self.front.load_error is not None:
-            self.should_exit = True
+            self._must_end.set()
+        else:
+            self.on_ready(self.front)
+
+    async def main_loop(self) -> None:
+        """Ends at once; uvicorn's own looks ten times a second whether to end."""
+        ticking = asyncio.create_task(super().main_loop())
+        await self._must_end.wait()
+        ticking.cancel()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what is in work, with an error that says so, before uvicorn waits for it."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
 import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
+from tkernels.isolation import die_with
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
@@ -46,6 +48,10 @@ Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
 
 _STATS = [one.name for one in fields(StatsSnapshot)]
+_GC_THRESHOLD = 20_000
+"""New objects after which the youngest are collected. A step makes a few for each request, which go with its message;
+it meets Python's own threshold several times.
+"""
 _BEAT_S = 0.25
 """Between two snapshots of the engine's counts where no news carry one."""
 
@@ -118,7 +124,7 @@ class Worker:
             if engine is None:
                 raise LinkError(f"a message {kind!r} came before the engine was ready")
             if kind == "submit":
-                self._submit(engine, EngineRequest(**message["request"]))
+                self._submit(engine, [EngineRequest(**one) for one in message["requests"]])
             elif kind == "abort":
                 ticket = self._tickets.get(message["id"])
                 if ticket is not None:
@@ -128,22 +134,23 @@ class Worker:
             else:
                 raise LinkError(f"nobody knows a message {kind!r} here")
 
-    def _submit(self, engine: _Engine, request: EngineRequest) -> None:
-        try:
-            ticket = engine.served.make_ticket(
-                request.request_id,
-                request.prompt_token_ids,
-                read_sampling(request.sampling),
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        except (RequestRefusedError, ValueError) as error:
-            refusal = (request.request_id, str(error), getattr(error, "param", None))
-            self._send_news(engine, refusals=[refusal])
-            return
-        self._tickets[request.request_id] = ticket
+    def _submit(self, engine: _Engine, requests: list[EngineRequest]) -> None:
+        tickets: dict[str, Ticket] = {}
+        for request in requests:
+            try:
+                tickets[request.request_id] = engine.served.make_ticket(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    read_sampling(request.sampling),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except (RequestRefusedError, ValueError) as error:
+                refusal = (request.request_id, str(error), getattr(error, "param", None))
+                self._send_news(engine, refusals=[refusal])
+        self._tickets |= tickets
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
-            engine.thread.submit(ticket)
+            engine.thread.submit(*tickets.values())
 
     def _tell(self, news: list[News]) -> None:
         """Sends the news of one step."""
@@ -248,6 +255,7 @@ def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tupl
     # What is here now stays: a full collection would go through all of it, every few dozen steps, while they wait.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     return served, times
 
 
@@ -258,4 +266,6 @@ async def _serve(link: socket.socket) -> None:
 
 def main(descriptor: int) -> None:
     """Serves the link whose file descriptor this process has inherited."""
+    # The link's end is noticed by a process that runs; one that hangs or is stopped would live on, and hold its memory.
+    die_with(os.getppid(), signal.SIGKILL)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

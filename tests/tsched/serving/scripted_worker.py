@@ -81,7 +81,10 @@ class ScriptedWorker:
             self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None, None]))
         if message["kind"] != "submit":
             return
-        name, (token,) = message["request"]["request_id"], message["request"]["prompt_token_ids"]
+        for request in message["requests"]:
+            self.serve(request["request_id"], *request["prompt_token_ids"])
+
+    def serve(self, name: str, token: int) -> None:
         if token == RAISE:
             self.send("failed", reason="the engine failed: RuntimeError: planted")
             os._exit(1)

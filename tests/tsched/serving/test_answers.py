@@ -96,6 +96,17 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
 
 
+def test_the_prompts_of_a_request_begin_in_one_step(server: RunningServer, llm: LLM) -> None:
+    """At this temperature a batch that rounds apart draws apart."""
+    sampling = {"temperature": 2.0, "n": 2, "seed": 1, "max_tokens": 8}
+    body = {"model": "random", "prompt": [[1, 2], [3]], **sampling}
+    outputs = [one.text for request in generate(llm, [[1, 2], [3]], **sampling) for one in request.outputs]
+    for _ in range(8):
+        assert [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]] == outputs
+        streamed = joined(server.post("/v1/completions", body | {"stream": True}).events, 4)
+        assert [one["text"] for one in streamed] == outputs
+
+
 def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
     event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
     line, *rest = frame(event).decode().splitlines()
@@ -202,6 +213,41 @@ def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tok
     info = server.get("/tokenizer_info").json
     assert info["eos_token"] == "<end>"
     assert server.get("/load").json["in_flight"] == 0
+
+
+def test_a_conversation_is_tokenized_as_its_chat_is(server: RunningServer, tokenizer: Tokenizer) -> None:
+    """Each of vLLM's fields has its effect, or is refused by name."""
+
+    def tokenize(**asked: Any) -> Any:
+        answer = server.post("/tokenize", asked)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    turns = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "x"}]
+    plain = tokenize(model="random", messages=turns)
+    assert plain["tokens"] == tokenizer.encode("<user>def<assistant>x<assistant>", add_special_tokens=False).ids
+    assert (plain["count"], plain["max_model_len"], plain["token_strs"]) == (len(plain["tokens"]), 128, None)
+    usage = server.post("/v1/chat/completions", {"model": "random", "messages": turns, "max_tokens": 1}).json["usage"]
+    assert usage["prompt_tokens"] == plain["count"]
+    unprompted = tokenize(messages=turns, add_generation_prompt=False)["tokens"]
+    assert unprompted == plain["tokens"][: len(unprompted)] != plain["tokens"]
+    open_end = tokenize(messages=turns, add_generation_prompt=False, continue_final_message=True)["tokens"]
+    assert open_end == unprompted  # this template ends no message
+    named = tokenize(prompt="'ünï", return_token_strs=True)
+    assert [tokenizer.token_to_id(one) for one in named["token_strs"]] == named["tokens"]
+    for asked, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": turns}, "messages"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": turns, "chat_template": "{{ messages }}"}, "chat_template"),
+        ({"messages": turns, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": turns, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": turns, "tools": []}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ):
+        answer = server.post("/tokenize", asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
 VARIED: list[dict[str, Any]] = [

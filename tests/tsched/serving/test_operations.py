@@ -92,18 +92,25 @@ def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = start(limits={"max_in_flight": 4}, holds_after=0)
-    encoded: list[str] = []
-    encode = server.front.codec.encode
-    monkeypatch.setattr(server.front.codec, "encode", lambda text, **o: encoded.append(text) or encode(text, **o))
+    encoded: list[Any] = []
+    for one in (server.front.codec, server.front.chats):  # the second renders, too
+
+        def encode(asked: Any, real: Callable[..., Any] = one.encode, **options: Any) -> Any:
+            encoded.append(asked)
+            return real(asked, **options)
+
+        monkeypatch.setattr(one, "encode", encode)
+    asked = [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)] * 8
     with ThreadPoolExecutor(16) as pool:
-        waiting = [pool.submit(server.post, "/v1/completions", TEXT) for _ in range(16)]
+        waiting = [pool.submit(server.post, *one) for one in asked]
         wait_for(lambda: sum(one.done() for one in waiting) == 12)
         go_on(server, client)
         answers = [one.result() for one in waiting]
     admitted = [one for one in answers if one.status == 200]
     refused = [one for one in answers if one.status == 429]
     assert (len(admitted), len(refused)) == (4, 12)
-    assert all(one.json["choices"][0]["text"] == "xxx" for one in admitted)
+    choices = [one.json["choices"][0] for one in admitted]
+    assert all((one["text"] if "text" in one else one["message"]["content"]) == "xxx" for one in choices)
     for one in refused:
         assert (one.error["code"], one.error["type"]) == ("in_flight", "rate_limit_error")
         assert int(one.headers["retry-after"]) >= 1
@@ -187,6 +194,16 @@ def test_a_reader_that_does_not_read_is_given_up(start: Start) -> None:
     wait_for(lambda: bool(client.aborted))
     wait_for(lambda: at_rest(server))
     connection.close()
+
+
+def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Start) -> None:
+    server, client = start(limits={"max_unread_bytes": 1000}, width=1 << 18, num_unread=500)
+    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120, "prompt": ["a", "b"]})
+    wait_for(lambda: len(client.aborted) == 2)
+    wait_for(lambda: at_rest(server))
+    connection.close()
+    answer = server.post("/v1/completions", TEXT | {"stream": True})
+    assert len(answer.events) == 3, "one who reads has all"
 
 
 # Times are over.
@@ -311,8 +328,11 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     wait_for(lambda: server.get("/ready").status == 200)
     client.state = "restarting"
     assert server.get("/health").json == {"status": "restarting"}
-    again = server.post("/v1/completions", TEXT)
+    with pytest.MonkeyPatch.context() as patched:  # refused at the door
+        patched.setattr(server.front, "codec", None)
+        again = server.post("/v1/completions", TEXT)
     assert (again.status, again.headers["retry-after"]) == (503, "3")
+    assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
     assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"
@@ -368,10 +388,19 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         (f"- {{key: {ALICE}, tenent: a}}", "tenant"),
         (f"- {{key: {ALICE}, priority: high}}", "must be a int"),
         (f"- {{key: {ALICE}}}\n- {{key: {ALICE}}}", "the key of another"),
+        (f"- {{key: {ALICE}, key: {BOB}}}", "line 1: an entry has a field twice"),
+        (f"- {{key: {ALICE}}}\n- {{key: {BOB}", "line 2: not YAML$"),
+        (f"- {{key: !!python/name:{ALICE} {ALICE}}}", "line 1: not YAML$"),
+        ("- {key: 1234567890123456}", "key must be a str"),
     ):
         file.write_text(text)
-        with pytest.raises(KeyFileError, match=said):
+        with pytest.raises(KeyFileError, match=said) as caught:
             read_keys(file)
+        assert ALICE not in str(caught.value)
+    file.write_bytes(b"\xff\xfe\x00")
+    for wrong in (file, tmp_path, tmp_path / "missing.yaml"):
+        with pytest.raises(KeyFileError, match=wrong.name):
+            read_keys(wrong)
 
 
 def test_request_ids_and_a_log_without_prompts(start: Start, caplog: pytest.LogCaptureFixture) -> None:

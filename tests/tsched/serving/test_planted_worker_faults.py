@@ -33,7 +33,7 @@ def count_from_zero_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     def forget(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
         return now
 
-    patch.setattr(supervisor, "_add", forget)
+    patch.setattr(supervisor, "add_counts", forget)
 
 
 def fail_what_has_said_nothing(patch: pytest.MonkeyPatch) -> None:
