@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -213,7 +214,7 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether every token is the one of the model's largest logit, and nothing else is asked of the sampler."""
-        return self.is_greedy and all(getattr(self, name) == _UNSET[name] for name in _HEEDED)
+        return self.is_greedy and bool(_get_heeded(self) == _HEEDED_UNSET)
 
     @property
     def ends_by_length(self) -> bool:
@@ -227,19 +228,18 @@ class SamplingParams:
     @property
     def asks(self) -> int:
         """The Asks of this request."""
-        has = (
-            bool(self.logits_processors),
-            bool(self.logit_bias),
-            self.has_penalties,
-            self.min_tokens > 0,
-            self.allowed_token_ids is not None,
-            bool(self.bad_words),
-            self.logprobs is not None,
-            self.structured_outputs is not None,
-        )
-        if True not in has:  # most ask for nothing: a flag's arithmetic costs as much as the rest of an arrival's
+        if _get_heeded(self) == _HEEDED_UNSET:  # as of most: a flag's arithmetic costs more than all else here
             return 0
-        return sum(int(one) for one, is_asked in zip(Asks, has, strict=True) if is_asked)
+        return int(
+            Asks.PROCESSORS * bool(self.processors)
+            | Asks.BIAS * bool(self.biases)
+            | Asks.PENALTIES * self.has_penalties
+            | Asks.MIN_TOKENS * (self.min_tokens > 0)
+            | Asks.ALLOWED * (self.allowed_token_ids is not None)
+            | Asks.BAD_WORDS * bool(self.bad_words)
+            | Asks.LOGPROBS * (self.logprobs is not None)
+            | Asks.GRAMMAR * (self.structured_outputs is not None)
+        )
 
     def derive_sample_params(self, index: int) -> SamplingParams:
         """The parameters of completion `index` alone, with n = 1.
@@ -280,6 +280,8 @@ class SamplingParams:
 
 _UNSET: dict[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
 _HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_TEXT - _OF_ENDS
+_get_heeded = attrgetter(*_HEEDED)
+_HEEDED_UNSET = tuple(_UNSET[name] for name in _HEEDED)
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 
