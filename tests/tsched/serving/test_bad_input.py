@@ -100,6 +100,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, talk(refusal="no"), "invalid_value", "messages"),
     (TALK, talk(content="word " * 9999), "context_length_exceeded", "messages"),
     (TALK, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+    (TALK, {"chat_template_kwargs": {"messages": "a"}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"tools": None}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"add_generation_prompt": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"enable_thinking": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"continue_final_message": True}, "invalid_value", "continue_final_message"),
+    (TEXT, {"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "invalid_value", "min_tokens"),
     (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
     (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
@@ -151,12 +157,28 @@ def test_a_wrong_field_is_named(
     path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(server.front.codec, "encode", fail)
-        patched.setattr(server.front.chats, "encode", fail)
+        patched.setattr(server.front.chats, "_encode", fail)
         answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
     assert len(answer.body) <= 4096
     assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: RunningServer) -> None:
+    for asked, param, says in (
+        ({"prompt": [[5]] * 40}, "prompt", "40 completions in work, and the server takes 32: 40 prompts with n = 1"),
+        ({"prompt": [[5]] * 20, "n": 2}, "prompt", "20 prompts with n = 2"),
+        ({"prompt": [[5]] * 2, "n": 20}, "n", "2 prompts with n = 20"),
+        ({"n": 40}, "n", "asks for 40 completions in work, and the server takes 32"),
+        ({"n": 129}, "n", "n must be from 1 to 128, got 129"),
+        ({"prompt": TOO_MANY}, "prompt", "at most 128 items"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 0"),
+    ):
+        answer = server.post("/v1/completions", TEXT | asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert says in answer.error["message"]
 
 
 def test_a_missing_field_is_named(server: RunningServer) -> None:
