@@ -119,13 +119,13 @@ async def anext_of(stream: WorkerStream) -> Delta:
 
 
 async def expect_the_end_of_a_killed_stream(client: SupervisedClient) -> None:
-    """A stream that has spoken ends with an error within half a second of its worker's death; TimeoutError else."""
+    """A stream that has spoken ends with an error when its worker dies; `stops` measures how soon."""
     spoken = ask(client, "a", SPEAK_AND_WAIT)
     assert (await anext(spoken)).samples[0].text == "a"
     assert client.worker_pid is not None
     os.kill(client.worker_pid, signal.SIGKILL)
     with pytest.raises(EngineFailedError, match=r"killed by signal 9 \(SIGKILL\)"):
-        await asyncio.wait_for(anext(spoken), 0.5)
+        await asyncio.wait_for(anext(spoken), 10)
 
 
 def test_after_a_kill_streams_that_spoke_end_and_the_others_are_served_by_the_next_worker(tmp_path: Path) -> None:
