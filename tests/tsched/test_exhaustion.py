@@ -115,6 +115,16 @@ def test_only_the_allocators_are_believed() -> None:
     assert explain_exhaustion(ERRORS["cuda"]) == "CUDA out of memory. Tried to allocate 20.00 GiB."
     assert explain_exhaustion(ERRORS["cpu"]) == "can't allocate memory: you tried to allocate 8 bytes."
     assert explain_exhaustion(RuntimeError("out of memory")) is None
+    assert (
+        explain_exhaustion(MemoryError("Unable to allocate 8. GiB for an array"))
+        == "Unable to allocate 8. GiB for an array"
+    )
+    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    assert explain_exhaustion(pinned) == "CUDA error: out of memory"
+    recording = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    assert explain_exhaustion(recording) is None
+    recording.__context__ = ERRORS["cuda"]
+    assert explain_exhaustion(recording) == explain_exhaustion(ERRORS["cuda"])
     with pytest.raises(RuntimeError) as asked:
         torch.empty(2**45)
     assert "you tried to allocate 140737488355328 bytes" in str(explain_exhaustion(asked.value))
