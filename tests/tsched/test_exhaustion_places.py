@@ -150,12 +150,12 @@ def test_one_line_in_some_of_a_steps_way_loses_that_step_alone(mode: str) -> Non
     places, expected = find_places(mode)
     assert len(places) > 200
     found = sorted(places)
-    for place in found[:: len(found) // 12]:
+    for place in found[:: len(found) // 8]:
         assert check_place(mode, place, (places[place] + 1) // 2, expected) < len(expected) or places[place] < 3
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["plain", "overlap_graphs"])
 def test_each_line_of_a_steps_way_loses_that_step_alone(mode: str) -> None:
     places, expected = find_places(mode)
     lost = [check_place(mode, place, (times + 1) // 2, expected) for place, times in sorted(places.items())]
