@@ -34,7 +34,7 @@ DTYPES = {
 }
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 _MAX_COUNT = 2**63 - 1  # the most elements that torch counts
 
 
@@ -78,8 +78,8 @@ def read_header(file: Path) -> dict[str, Entry]:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if len(prefix) < 8 or header_bytes > file_bytes - 8:
                 raise WeightError(f"{file}: truncated or not safetensors: {file_bytes} bytes cannot hold its header")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise WeightError(f"{file}: its header has {header_bytes} bytes; the most are {_MAX_HEADER_BYTES}")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise WeightError(f"{file}: its header has {header_bytes} bytes; the most are {MAX_HEADER_BYTES}")
             header = parse_json(stream.read(header_bytes))
     except WeightError:
         raise

@@ -10,6 +10,7 @@ before any data is read: a file cut short is refused by name of the first tensor
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from tmodel.json_files import parse_json
-from tmodel.safetensors_header import DTYPES, FLOATS, Entry, WeightError, read_header
+from tmodel.safetensors_header import DTYPES, FLOATS, MAX_HEADER_BYTES, Entry, WeightError, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -326,16 +327,25 @@ def read_index(index: Path, suffix: str = ".safetensors") -> dict[str, set[str]]
     Raises:
         WeightError: It is damaged, or names a file of another kind or another directory.
     """
-    shards: dict[str, set[str]] = {}
     try:
-        for tensor, name in parse_json(index.read_bytes())["weight_map"].items():
-            if Path(name).name != name or not name.endswith(suffix):
-                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a {suffix[1:]} file here")
-            shards.setdefault(name, set()).add(tensor)
+        if (num_bytes := index.stat().st_size) > MAX_HEADER_BYTES:
+            raise WeightError(f"{index}: {num_bytes} bytes; an index has {MAX_HEADER_BYTES} at most")
+        content = parse_json(index.read_bytes())
     except WeightError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{index}: not a {suffix[1:]} index with a weight_map: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{index}: cannot be read as JSON: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise WeightError(
+            f"{index}: weight_map must say of each tensor which {suffix[1:]} file it is in, got {reprlib.repr(files)}"
+        )
+    shards: dict[str, set[str]] = {}
+    for tensor, name in files.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
+            said = f"weight_map says that tensor {tensor!r} is in {reprlib.repr(name)}"
+            raise WeightError(f"{index}: {said}, not a {suffix[1:]} file here")
+        shards.setdefault(name, set()).add(tensor)
     return shards
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -233,14 +234,27 @@ def test_an_index_that_promises_too_much_is_refused(write_checkpoint: WriteCheck
     index_file.write_text(json.dumps({"weight_map": {**weight_map, "ghost": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(WeightError, match=r"model-00001-of-00002\.safetensors: tensor 'ghost' is missing"):
         opened(directory)
-    for elsewhere in ("../model.safetensors", "/etc/model.safetensors", "model.bin"):
+    for elsewhere in ("../model.safetensors", "/etc/model.safetensors", "model.bin", 3, None, ["a"]):
         index_file.write_text(json.dumps({"weight_map": {"w": elsewhere}}))
-        with pytest.raises(WeightError, match=r"index\.json: tensor 'w' is said to be in"):
+        with pytest.raises(
+            WeightError,
+            match=rf"index\.json: weight_map says that tensor 'w' is in {re.escape(repr(elsewhere))}, not a",
+        ):
             opened(directory)
-    for damaged in ("{", "[]", '{"weight_map": 3}', "{}"):
+    for damaged, message in (
+        ("{", "cannot be read as JSON: "),
+        ('{"weight_map": {}, "weight_map": {}}', "cannot be read as JSON: 'weight_map' stands twice"),
+        ('{"weight_map": 3}', "weight_map must say of each tensor which safetensors file it is in, got 3"),
+        ("[]", "weight_map must say of each tensor which safetensors file it is in, got None"),
+        ('{"weight_map": {}}', r"weight_map must say .*, got {}"),
+    ):
         index_file.write_text(damaged)
-        with pytest.raises(WeightError, match=r"index\.json: not a safetensors index"):
+        with pytest.raises(WeightError, match=rf"index\.json: {message}"):
             opened(directory)
+    with index_file.open("r+b") as stream:
+        stream.truncate(2**40)  # a hole, which takes no room on the disk
+    with pytest.raises(WeightError, match=r"index\.json: 1099511627776 bytes; an index has 100000000 at most"):
+        opened(directory)
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.tsched.planted_bugs import PlantedBug, planted
 from tests.tsched.random_rules import run_world
 from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.departures import Departures
 from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
@@ -27,7 +28,6 @@ from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.policies.run_cache import RunCache
 from tsched.scheduling.policies.run_queue import RunQueue
-from tsched.scheduling.scheduler import Scheduler
 
 numbers = st.integers(0, 60)
 own_tokens = st.lists(st.integers(1, VOCAB - 1), max_size=3)
@@ -203,10 +203,10 @@ FAULTS = (
                "leaf.tokens"),
     PlantedBug("a whole run in use is evicted", RunQueue, "_drop_unused",
                "not runs or np.count_nonzero(self._pool.refs(np.concatenate(blocks)))", "not runs"),
-    PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim",
-               "leaf.blocks = leaf.blocks[:-count]", "pass"),
-    PlantedBug("an evicted run can be matched", HashPrefixCache, "_trim", "self._run_at[leaf.digests[:DIGEST_SIZE]], ",
-               ""),
+    PlantedBug("an evicted block can be matched", HashPrefixCache, "_cut",
+               "leaf.blocks = leaf.blocks[:size]", "pass"),
+    PlantedBug("an evicted run can be matched", HashPrefixCache, "_remove",
+               "del self._run_at[leaf.digests[:DIGEST_SIZE]]", "pass"),
     PlantedBug("runs that differ at their ends are equal", Run, "count_same", "places[-1]", "places[0]"),
     PlantedBug("a block in use is evicted", RunQueue, "_evict", "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("the prefix goes before its leaves", RunQueue, "touch", "unused.move_to_end(above)",
@@ -221,7 +221,7 @@ FAULTS = (
                "-(-same * 8 // width)"),
     # Around them
     PlantedBug("cached blocks are free", BlockPool, "release", "is_unused & self._kept[index]", "is_unused & False"),
-    PlantedBug("matchable while its plan is under way", Scheduler, "_finish_rows",
+    PlantedBug("matchable while its plan is under way", Departures, "end_rows",
                "= table.num_committed(row)", "= int(table.computed[row])"),
     PlantedBug("a block that two give back at once", BlockPool, "release_each", "take(joint) != 1", "take(joint) > 9"),
     PlantedBug("a preempted one's too", Planner, "_preempt", "blocks, num_committed)", "blocks, num_computed)"),

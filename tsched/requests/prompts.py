@@ -30,7 +30,7 @@ class Conversation:
         add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
         continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
         chat_template: The text of a template to use in the place of the checkpoint's.
-        variables: More of the template's variables, as `enable_thinking` of some.
+        variables: More of the variables that the template reads, as `enable_thinking` of some.
     """
 
     messages: Sequence[Mapping[str, Any]]

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,7 +86,8 @@ class SamplingParams:
         include_stop_str_in_output: Whether the text goes on to the end of the stop string, and has the text of the
             token that ended the output. Without it the text ends before either.
         skip_special_tokens: Whether special tokens have no text.
-        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
+        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before. It
+            does not go with structured_outputs, which say themselves where an output may end.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logit_bias: Up to 1000 token ids, each with a number in [-100, 100] that is added to its logit. Ids must be in
             the model's vocabulary, here and in what follows.
@@ -94,7 +96,7 @@ class SamplingParams:
             barred where the output ends with those before it. A text stands for its tokens at the start of an output
             and, where they are as many, after a space. Up to 512, where a text counts for two.
         structured_outputs: The form that the output must have, StructuredOutputsParams or a mapping of its fields. An
-            output that has come to the end of its form ends there, whatever min_tokens and ignore_eos.
+            output that has come to the end of its form ends there, whatever ignore_eos.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
@@ -158,6 +160,9 @@ class SamplingParams:
             if not allowed:
                 raise ArgumentError("allowed_token_ids must hold one token id at least; None allows all")
         object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
+        if self.min_tokens and self.structured_outputs is not None:
+            what = "does not go with structured_outputs, where an output ends with its form"
+            raise ValueError(f"min_tokens {what}: say it there, as minLength, minItems or {{n,}}")
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
@@ -209,7 +214,7 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether every token is the one of the model's largest logit, and nothing else is asked of the sampler."""
-        return self.is_greedy and all(getattr(self, name) == _UNSET[name] for name in _HEEDED)
+        return self.is_greedy and bool(_get_heeded(self) == _HEEDED_UNSET)
 
     @property
     def ends_by_length(self) -> bool:
@@ -223,19 +228,18 @@ class SamplingParams:
     @property
     def asks(self) -> int:
         """The Asks of this request."""
-        has = (
-            bool(self.logits_processors),
-            bool(self.logit_bias),
-            self.has_penalties,
-            self.min_tokens > 0,
-            self.allowed_token_ids is not None,
-            bool(self.bad_words),
-            self.logprobs is not None,
-            self.structured_outputs is not None,
-        )
-        if True not in has:  # most ask for nothing: a flag's arithmetic costs as much as the rest of an arrival's
+        if _get_heeded(self) == _HEEDED_UNSET:  # as of most: a flag's arithmetic costs more than all else here
             return 0
-        return sum(int(one) for one, is_asked in zip(Asks, has, strict=True) if is_asked)
+        return int(
+            Asks.PROCESSORS * bool(self.processors)
+            | Asks.BIAS * bool(self.biases)
+            | Asks.PENALTIES * self.has_penalties
+            | Asks.MIN_TOKENS * (self.min_tokens > 0)
+            | Asks.ALLOWED * (self.allowed_token_ids is not None)
+            | Asks.BAD_WORDS * bool(self.bad_words)
+            | Asks.LOGPROBS * (self.logprobs is not None)
+            | Asks.GRAMMAR * (self.structured_outputs is not None)
+        )
 
     def derive_sample_params(self, index: int) -> SamplingParams:
         """The parameters of completion `index` alone, with n = 1.
@@ -276,6 +280,8 @@ class SamplingParams:
 
 _UNSET: dict[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
 _HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_TEXT - _OF_ENDS
+_get_heeded = attrgetter(*_HEEDED)
+_HEEDED_UNSET = tuple(_UNSET[name] for name in _HEEDED)
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 

@@ -59,17 +59,17 @@ class KVMemory:
         self._copies = NO_COPIES
         self._usable = None if states is None else states.count_usable
 
-    def enter(self, sequence: Sequence, spare: int) -> BlockIds | None:
-        """Give a waiting `sequence` what it needs to run.
+    def enter(self, sequence: Sequence, spare: int) -> tuple[BlockIds, int] | None:
+        """Give a waiting `sequence` what it needs to run, but for free blocks: the caller allocates these.
 
         Args:
             sequence: It holds no blocks any more, and of its state what `StateSlots.place` turns into a row's.
             spare: Blocks that must be left available.
 
         Returns:
-            Blocks for all its tokens, or as many as a window lets it have, from `sequence.first_block` on; what is
-            needed of its first num_computed tokens is in them by the time that the plan's forward runs. None, and
-            nothing changes, where there is no room.
+            Blocks from `sequence.first_block` on, in which is what is needed of its first num_computed tokens by the
+            time that the plan's forward runs; and how many more it needs for all its tokens, or as many as a window
+            lets it have. None, and nothing changes, where there is no room.
         """
         if sequence.host_blocks.size:
             return self._restore(sequence, spare)
@@ -88,16 +88,16 @@ class KVMemory:
                 self._release_state(sequence)
                 sequence.first_block = 0
             return None
-        added = cache.allocate(missing)
         if copies:  # it is about to write to a block that others read
-            self._plan_copies().on_device.append(np.stack((held[-1:], added[:1])))
+            own, missing = cache.allocate(1), missing - 1
+            self._plan_copies().on_device.append(np.stack((held[-1:], own)))
             cache.release(sequence, held[-1:], 0)
-            held = held[:-1]
+            held = np.concatenate((held[:-1], own))
         sequence.num_computed = num_computed
         if not is_new:
             self._holders.pop(sequence.id, None)
             sequence.blocks = NO_BLOCKS
-        return np.concatenate((held, added)) if held.size else added
+        return held, missing
 
     def _count_wanted(self, sequence: Sequence) -> int:
         """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""
@@ -115,19 +115,20 @@ class KVMemory:
             sequence.state = self.states.share_at(held[-1])
         return held
 
-    def _restore(self, sequence: Sequence, spare: int) -> BlockIds | None:
+    def _restore(self, sequence: Sequence, spare: int) -> tuple[BlockIds, int] | None:
         """`enter` of a sequence that was swapped out."""
         count, cache, states = self._count_wanted(sequence), self.cache, self.states
         if count + spare > cache.num_available or (states is not None and states.num_available == 0):
             return None
-        blocks, host = cache.allocate(count), sequence.host_blocks
-        self._plan_copies().swap_ins.append(np.stack((host, blocks[: host.size])))
+        host = sequence.host_blocks
+        blocks = cache.allocate(host.size)
+        self._plan_copies().swap_ins.append(np.stack((host, blocks)))
         if states is not None:
             sequence.state = states.allocate()
             pair = np.array([[sequence.host_state], [sequence.state]], dtype=np.int32)
             self._plan_copies().state_swap_ins.append(pair)
         sequence.host_blocks, sequence.host_state = NO_BLOCKS, NO_STATE
-        return blocks
+        return blocks, count - host.size
 
     def _is_read_by_others(self, block: BlockIds) -> bool:
         """Whether another sequence, or the prefix cache for a later one, needs the content of `block` [1]."""

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Sequence as Items
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from tsched.requests.errors import RefusedError
@@ -22,16 +21,17 @@ from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.departures import Departures
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
 from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
-from tsched.scheduling.planner import Counters, Planner, UnderWay
+from tsched.scheduling.planner import Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, make_prefix_cache
 from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
 from tsched.scheduling.state_slots import StateSlots
-from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.step_plan import Counters, StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 from tsched.scheduling.window import Window
@@ -80,7 +80,10 @@ class Scheduler:
         preemption = PREEMPTIONS[options.preemption]()
         self._planner = Planner(self.table, self._memory, self._waiting, budget, preemption, self.counters)
         self._groups = SiblingGroups()
-        self._unfinished: dict[int, Sequence] = {}
+        self._departures = Departures(
+            self.table, self._memory, self._planner, self._waiting, self._groups, self.counters, eos_token_ids
+        )
+        self._unfinished = self._departures.unfinished
         self._in_flight: deque[UnderWay] = deque()
         self._num_arrived = 0
         self._num_created = 0
@@ -108,11 +111,7 @@ class Scheduler:
 
     def last_page_waste(self) -> float:
         """Of the slots lent to running sequences, the fraction past their known tokens."""
-        rows = self._planner.running
-        capacity, known = self.table.capacity[rows], self.table.known[rows]
-        given_back = self.table.first_block[rows] * self.pool.block_size
-        lent = int((capacity - given_back).sum())
-        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
+        return self.table.last_page_waste(self._planner.running)
 
     def add(
         self,
@@ -196,7 +195,7 @@ class Scheduler:
         )
         self._enlist(child, parent.arrival)
         self._cache.adopt(child, parent)
-        self._share_blocks(parent, child)
+        self._planner.share_blocks(parent, child)
         self._waiting.add(child)
         self.counters.num_forks += 1
         return child
@@ -272,13 +271,7 @@ class Scheduler:
             self._commit_prefills(under_way.prefills)
         if self.window is not None:
             self._release_passed(under_way.prefills, rows, places)
-        ended = lengths >= table.max_length[rows]
-        stopped = self._find_stopped(rows, tokens, lengths)
-        if stopped is not None:
-            ended |= stopped
-        if np.count_nonzero(ended) == 0:
-            return []
-        return self._finish_ended(rows, tokens, np.flatnonzero(ended).tolist(), stopped)
+        return self._departures.end_stopped(rows, tokens, lengths)
 
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
@@ -297,7 +290,7 @@ class Scheduler:
         table = self.table
         planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
         planned |= {row: epoch for row, epoch, _ in under_way.prefills}
-        return self._finish_rows({row: "error" for row, epoch in planned.items() if table.epoch[row] == epoch})
+        return self._departures.end_rows({row: "error" for row, epoch in planned.items() if table.epoch[row] == epoch})
 
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
@@ -334,14 +327,7 @@ class Scheduler:
         unfinished.
         """
         sequence = self._unfinished.get(sequence_id)
-        if sequence is None:
-            return None
-        if sequence.row >= 0:
-            return self._finish_rows({sequence.row: reason})[0]
-        if not self._groups.remove(sequence):
-            self._waiting.remove(sequence)
-            self._memory.drop(sequence)
-        return self._mark_finished(sequence, reason)
+        return None if sequence is None else self._departures.end(sequence, reason)
 
     def abort(self, sequence_id: int) -> Sequence | None:
         """`finish` with the reason "abort"."""
@@ -367,18 +353,6 @@ class Scheduler:
         self._unfinished[sequence.id] = sequence
         self._planner.disturb()
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """The waiting `child`, which begins with `parent`'s tokens, holds the blocks of those that are computed."""
-        table, row, most = self.table, parent.row, child.tokens.size - 1
-        if row >= 0:
-            # What a plan under way computes is there before any later plan reads it.
-            num_computed = min(int(table.computed[row]), most)
-            blocks = table.blocks[row, parent.first_block : table.num_blocks[row]]
-            self._memory.share_row(child, row, parent.first_block, blocks, num_computed)
-            self._planner.note_forked(row)
-        else:
-            self._memory.share_waiting(child, parent, most)
-
     def _commit_prefills(self, prefills: list[tuple[int, int, int]]) -> None:
         """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
         table, block_size = self.table, self.pool.block_size
@@ -396,12 +370,11 @@ class Scheduler:
                 led.append(sequence)
         if rows:
             self._insert(rows, computed)
-        if len(self._groups):
-            for sequence in led:
-                for follower in self._groups.disband(sequence.id):
-                    self._share_blocks(sequence, follower)
-                    self._waiting.add(follower)
-                    self.counters.num_forks += 1
+        for sequence in led if len(self._groups) else ():
+            for follower in self._groups.disband(sequence.id):
+                self._planner.share_blocks(sequence, follower)
+                self._waiting.add(follower)
+                self.counters.num_forks += 1
 
     def _insert(self, rows: list[int], computed: list[Computed]) -> None:
         """The blocks of `rows` [n] are `computed` [n]: they become matchable, or give way to equal ones that are."""
@@ -432,63 +405,3 @@ class Scheduler:
             self._cache.release(sequence, table.take_before(row, int(count)), 0)
             if len(self._waiting):  # it may be admitted now
                 self._planner.disturb()
-
-    def _find_stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
-        """[m] bool, which of `rows` were ended by their new token; None where none was."""
-        table = self.table
-        stopped: NDArray[np.bool_] | None = None
-        for eos in self._eos_token_ids:
-            is_eos = tokens == eos
-            if np.count_nonzero(is_eos):
-                stopped = is_eos if stopped is None else stopped | is_eos
-        if stopped is not None:
-            stopped &= ~table.ignore_eos[rows]
-        if table.num_with_stop_ids:
-            stopped = np.zeros(rows.size, dtype=np.bool_) if stopped is None else stopped
-            for i in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-                sequence = table.sequences[int(rows[i])]
-                stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
-        return None if stopped is None else stopped & (lengths > table.min_length[rows])
-
-    def _finish_ended(
-        self, rows: Ints, tokens: Ints, ends: list[int], stopped: NDArray[np.bool_] | None
-    ) -> list[Sequence]:
-        """End the sequences in rows[i] for i in `ends`, by their new tokens where they are `stopped` [m]."""
-        if stopped is None:
-            return self._finish_rows({int(rows[i]): "length" for i in ends})
-        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
-        for sequence, i in zip(finished, ends, strict=True):
-            if stopped[i]:
-                self._note_stop(sequence, int(tokens[i]))
-        return finished
-
-    def _note_stop(self, sequence: Sequence, token: int) -> None:
-        """`token` has ended a sequence; one of the model's ends of sequence comes before its stop ids."""
-        sequence.ended_by_token = True
-        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
-        sequence.stop_id = None if is_eos else token
-
-    def _finish_rows(self, reasons: dict[int, str]) -> list[Sequence]:
-        """End the sequences in the rows that `reasons` has, in its order."""
-        table = self.table
-        rows, left = list(reasons), []
-        self._planner.stop_running(rows)
-        for row in rows:
-            num_committed = table.num_committed(row)
-            left.append((*table.remove(row), num_committed))
-        self._memory.release_each(rows, left)
-        return [self._mark_finished(sequence, reasons[row]) for row, (sequence, _, _) in zip(rows, left, strict=True)]
-
-    def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
-        del self._unfinished[sequence.id]
-        heirs = self._groups.disband(sequence.id) if len(self._groups) else None
-        if heirs:  # it led a group, whose prompt another one computes now
-            self._groups.form(heirs[0], heirs[1:])
-            self._waiting.add(heirs[0])
-        self._planner.disturb()
-        if sequence.params.max_tokens == 0 and sequence.tokens.size > sequence.prompt_len:
-            self.counters.num_output_tokens -= sequence.tokens.size - sequence.prompt_len
-            sequence.tokens, reason = sequence.tokens[: sequence.prompt_len], "length"
-        sequence.finish_reason = reason
-        self.counters.num_finished += 1
-        return sequence

@@ -79,15 +79,14 @@ class Sequence:
         """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
         return self.host_blocks.size == 0, self.key, self.serial
 
-    def update_tokens(self, tokens: Ints) -> None:
-        """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
-        have = self.tokens.size
-        room = self._room
+    def update_tokens(self, tokens: Ints, count: int) -> None:
+        """The first `count` of `tokens` are its tokens now, the first of which it has: the others alone are copied."""
+        have, room = self.tokens.size, self._room
         if self.tokens.base is not room:  # somebody has given it others
-            self.tokens = tokens.copy()
+            self.tokens = tokens[:count].copy()
             return
-        room[have : tokens.size] = tokens[have:]
-        self.tokens = room[: tokens.size]
+        room[have:count] = tokens[have:count]
+        self.tokens = room[:count]
 
     def freeze_tokens(self, tokens: Ints) -> Ints:
         """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
@@ -169,9 +168,9 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+    def place(self, sequence: Sequence, blocks: BlockIds) -> int:
         """Give `sequence` a row and its `blocks` [n] int32 from its first one on, which hold what is still needed of
-        its first `num_computed` tokens. Returns the row.
+        its first num_computed tokens. Returns the row.
         """
         row = self._free_rows.pop()
         params, length, first = sequence.params, sequence.tokens.size, sequence.first_block
@@ -182,7 +181,7 @@ class SequenceTable:
         self.max_length[row] = sequence.max_length
         self.min_length[row] = sequence.prompt_len + params.min_tokens
         self.known[row] = self.length[row] = length
-        self.computed[row] = num_computed
+        self.computed[row] = sequence.num_computed
         # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
         self.prefilled[row] = 0
         self.prefill_length[row] = length
@@ -247,6 +246,13 @@ class SequenceTable:
         """Which of `rows` may still need another block; a sequence's last token is never computed."""
         return self.capacity[rows] < self.max_length[rows] - 1
 
+    def last_page_waste(self, rows: Ints) -> float:
+        """Of the slots lent to `rows` [n], the fraction past their known tokens."""
+        capacity, known = self.capacity[rows], self.known[rows]
+        given_back = self.first_block[rows] * self.block_size
+        lent = int((capacity - given_back).sum())
+        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
+
     def remove(self, row: int) -> tuple[Sequence, BlockIds]:
         """Take the row's sequence out, with the tokens known of it; returns it and its blocks from its first one on,
         which are now the caller's.
@@ -254,7 +260,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
-        sequence.update_tokens(self.tokens[row, : self.known[row]])
+        sequence.update_tokens(self.tokens[row], int(self.known[row]))
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1

@@ -38,8 +38,8 @@ from tsched.serving.protocol.tokenization import (
     TokenizerInfo,
     Tokens,
 )
-from tsched.serving.requests import check_ids, check_model
-from tsched.serving.text import TextCodec, check_text, no_tokenizer
+from tsched.serving.requests import check_ids, check_model, tokenize_request
+from tsched.serving.text import TextCodec, no_tokenizer
 
 _BODIES: tuple[type[BaseModel], ...] = (
     completions.CompletionRequest,
@@ -203,12 +203,13 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, as vLLM has it."""
         asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
-        facts, codec = front.facts(), need_codec("prompt")
+        facts, codec = front.facts(), need_codec("prompt" if asked.messages is None else "messages")
         check_model(asked.model, facts)
-        check_text(asked.prompt, codec, facts.max_model_len, "prompt")
-        special = asked.add_special_tokens is not False
-        ids = await _off_loop(front, lambda: codec.encode(asked.prompt, add_special_tokens=special))
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": facts.max_model_len})
+        asked.check_forms()
+        ids = await _off_loop(front, lambda: tokenize_request(asked, facts, codec, front.chats))
+        names = [codec.token_name(one) for one in ids] if asked.return_token_strs else None
+        tokens = Tokens(tokens=ids, token_strs=names, count=len(ids), max_model_len=facts.max_model_len)
+        return JSONResponse(tokens.model_dump())
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:

@@ -6,6 +6,7 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -222,7 +223,8 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
-        raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
+        words = re.findall(r"\w+", message)
+        raise RequestRefusedError(message, next((word for word in words if word in sampling), None)) from error
 
 
 class EngineUnavailableError(TKernelsError, RuntimeError):
@@ -315,9 +317,6 @@ class EngineClient(Protocol):
             RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
-
-    async def drain(self) -> None:
-        """Takes no more requests and returns when all have ended."""
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the engine, in any state."""

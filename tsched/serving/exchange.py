@@ -30,7 +30,14 @@ from tsched.serving.front_end import FrontEnd
 from tsched.serving.protocol.errors import ApiError, engine_failure, invalid_value, unavailable
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.sampling import GenerationRequest
-from tsched.serving.requests import check_request, count_asked_outputs, count_completions, make_job, refuse
+from tsched.serving.requests import (
+    check_request,
+    count_asked_outputs,
+    count_completions,
+    count_prompts,
+    make_job,
+    refuse,
+)
 from tsched.serving.responses import Answer, error_frame
 
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
@@ -149,7 +156,7 @@ class Exchange(Response):
         admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
         if isinstance(admitted, Refused):
             if admitted.retry_after is None:
-                raise invalid_value(admitted.message, "n" if admitted.reason == "in_flight" else "max_tokens")
+                raise _blame(request, admitted)
             raise ApiError(
                 429, admitted.message, admitted.reason, kind="rate_limit_error", retry_after=admitted.retry_after
             )
@@ -318,6 +325,17 @@ async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Del
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _blame(request: GenerationRequest, refused: Refused) -> ApiError:
+    """The error of a request that is above a bound by itself."""
+    if refused.reason != "in_flight":
+        return invalid_value(refused.message, "max_tokens")
+    num_prompts, n = count_prompts(request), request.n or 1
+    if num_prompts == 1:
+        return invalid_value(refused.message, "n")
+    message = f"{refused.message}: {num_prompts} prompts with n = {n}"
+    return invalid_value(message, "prompt" if num_prompts >= n else "n")
 
 
 def _asked_seconds(scope: Scope, longest: float) -> float:

@@ -127,11 +127,6 @@ class LocalClient:
         except EngineError as error:
             raise EngineFailedError(describe_failure(error.__cause__)) from error
 
-    async def drain(self) -> None:
-        self._is_closing = True
-        if self._llm is not None:
-            await self._llm.drain()
-
     async def close(self) -> None:
         self._is_closing = True
         if self._llm is not None:

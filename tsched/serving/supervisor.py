@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,36 +30,18 @@ from tsched.serving.engine_client import (
     SampleDelta,
     State,
     StatsSnapshot,
-    count_numbers,
     default_name,
     read_sampling,
 )
 from tsched.serving.limits import ServerLimits
-from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas, scores_of
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, scores_of
+from tsched.serving.worker_lives import DEATHS_WINDOW_S, MOST_DEATHS, add_counts, forget_counts, restart_delay
 from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
+from tsched.serving.worker_stream import WorkerStream
 
 LOG = logging.getLogger("tsched.serving")
-MOST_DEATHS = 5
-DEATHS_WINDOW_S = 600.0
-LONGEST_DELAY_S = 30.0
 _MOST_LIVES = 2
 """Workers that a request is given to: what kills two of them may be the request."""
-
-_SUMS = (
-    "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_cache_queries", "num_cache_hits",
-)  # fmt: skip
-"""The fields of a StatsSnapshot that only grow; a new worker counts from 0."""
-
-
-def restart_delay(deaths: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before the next start: 1, 2, 4 and so on, 30 at most; None is to give up.
-
-    Args:
-        deaths: When workers died, the last one included, in seconds.
-        now: On the same clock.
-    """
-    recent = sum(now - death <= DEATHS_WINDOW_S for death in deaths)
-    return None if recent > MOST_DEATHS else min(LONGEST_DELAY_S, 2.0 ** max(0, recent - 1))
 
 
 @dataclass(eq=False, slots=True)
@@ -114,8 +97,6 @@ class SupervisedClient:
         self._started: StartedWorker | None = None  # before the event loop runs
         self._worker: WorkerProcess | None = None
         self._served: dict[str, _Served] = {}  # unfinished requests in the order of arrival
-        self._all_ended = asyncio.Event()
-        self._all_ended.set()
         self._swaps: dict[int, asyncio.Future[KernelSwap]] = {}
         self._num_swaps = 0
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
@@ -171,7 +152,7 @@ class SupervisedClient:
             read_sampling(request.sampling)
             if request.request_id in self._served:
                 raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
-        served = [_Served(request, WorkerStream(self, request.request_id)) for request in requests]
+        served = [_Served(request, WorkerStream(partial(self.abort, request.request_id))) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()
         try:
@@ -182,7 +163,6 @@ class SupervisedClient:
         except LinkError as error:
             raise RequestRefusedError(str(error), "prompt") from error
         self._served |= {one.request.request_id: one for one in served}
-        self._all_ended.clear()
         return [one.stream for one in served]
 
     def abort(self, request_id: str) -> None:
@@ -193,13 +173,13 @@ class SupervisedClient:
             self._worker.send({"kind": "abort", "id": request_id})
             return
         count = read_sampling(served.request.sampling).n
-        self._forget(request_id)
-        served.stream._put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
+        del self._served[request_id]
+        served.stream.put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
 
     def stats(self) -> StatsSnapshot:
         if self._stats is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
-        return replace(_add(self._before, self._stats), num_restarts=self._num_restarts)
+        return replace(add_counts(self._before, self._stats), num_restarts=self._num_restarts)
 
     def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
         self._listeners.append(on_stats)
@@ -218,12 +198,6 @@ class SupervisedClient:
             return await answer
         finally:
             self._swaps.pop(swap_id, None)
-
-    async def drain(self) -> None:
-        if self._state != "failed":
-            self._state = "draining"
-        await self._all_ended.wait()
-        await self.close()
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the worker, in any state."""
@@ -304,17 +278,17 @@ class SupervisedClient:
         for request_id, written in message["deltas"]:
             self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:
-            served = self._forget(request_id)
+            served = self._served.pop(request_id, None)
             if served is not None:
-                served.stream._fail(RequestRefusedError(reason, param))
+                served.stream.fail(RequestRefusedError(reason, param))
 
     def _hand_on(self, request_id: str, delta: Delta) -> None:
         served = self._served.get(request_id)
         if served is not None:
             served.has_sent = True
             if delta.is_last:
-                self._forget(request_id)
-            served.stream._put(delta)
+                del self._served[request_id]
+            served.stream.put(delta)
 
     # Lives and deaths.
 
@@ -339,11 +313,11 @@ class SupervisedClient:
             return
         if self._stats is not None:
             idle = replace(self._stats, num_running=0, num_waiting=0, num_used_blocks=0)
-            self._before, self._stats = _add(self._before, idle), _without_sums(idle)
+            self._before, self._stats = add_counts(self._before, idle), forget_counts(idle)
         for served in [*self._served.values()]:
             if served.has_sent or served.num_lives >= _MOST_LIVES:
-                self._forget(served.request.request_id)
-                served.stream._fail(EngineFailedError(reason))
+                del self._served[served.request.request_id]
+                served.stream.fail(EngineFailedError(reason))
         now = time.monotonic()
         self._deaths.append(now)
         delay = restart_delay(self._deaths, now)
@@ -380,17 +354,10 @@ class SupervisedClient:
         for one in served:
             one.num_lives += 1
 
-    def _forget(self, request_id: str) -> _Served | None:
-        served = self._served.pop(request_id, None)
-        if not self._served:
-            self._all_ended.set()
-        return served
-
     def _fail_all(self, reason: str) -> None:
-        for request_id in [*self._served]:
-            served = self._forget(request_id)
-            if served is not None:
-                served.stream._fail(EngineFailedError(reason))
+        ended, self._served = self._served, {}
+        for served in ended.values():
+            served.stream.fail(EngineFailedError(reason))
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -402,70 +369,3 @@ def _submission(served: Sequence[_Served]) -> Message:
     """The message that gives requests to a worker."""
     names = [one.name for one in fields(EngineRequest)]  # asdict copies tokens
     return {"kind": "submit", "requests": [{name: getattr(one.request, name) for name in names} for one in served]}
-
-
-class WorkerStream:
-    """The deltas of a request that a worker serves."""
-
-    def __init__(self, client: SupervisedClient, request_id: str) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._news: Delta | None = None  # that nobody has taken yet
-        self._error: Exception | None = None
-        self._is_over = False
-        self._changed = asyncio.Event()
-
-    def __aiter__(self) -> WorkerStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            await self._changed.wait()
-        except asyncio.CancelledError:
-            self._client.abort(self._request_id)
-            raise
-        news, self._news = self._news, None
-        if news is None:
-            self._is_over = True
-            assert self._error is not None, "something has changed"
-            raise self._error
-        self._is_over = news.is_last
-        if self._error is None:
-            self._changed.clear()
-        return news
-
-    @property
-    def num_unread(self) -> int:
-        samples = () if self._news is None else self._news.samples
-        return sum(
-            count_numbers(one.token_ids, one.logprobs and [place.logprobs for place in one.logprobs]) for one in samples
-        )
-
-    async def aclose(self) -> None:
-        """Aborts the request, unless it has finished, and ends the iteration."""
-        self._client.abort(self._request_id)
-        self._is_over = True
-
-    def _put(self, delta: Delta) -> None:
-        self._news = delta if self._news is None else join_deltas(self._news, delta)
-        self._changed.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-
-def _add(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
-    """The snapshot `now` with the sums of both."""
-    if before is None:
-        return now
-    sums: dict[str, Any] = {name: getattr(before, name) + getattr(now, name) for name in _SUMS}
-    phases = {name: before.phase_seconds.get(name, 0.0) + value for name, value in now.phase_seconds.items()}
-    return replace(now, **sums, phase_seconds={**before.phase_seconds, **phases})
-
-
-def _without_sums(stats: StatsSnapshot) -> StatsSnapshot:
-    sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
-    return replace(stats, **sums, phase_seconds={})

@@ -63,6 +63,10 @@ class TextCodec:
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary has it."""
+        return str(self.tokenizer.id_to_token(token_id))
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; half a character is some of its bytes."""
         return self._pieces(token_id)

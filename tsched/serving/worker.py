@@ -48,6 +48,10 @@ Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
 
 _STATS = [one.name for one in fields(StatsSnapshot)]
+_GC_THRESHOLD = 20_000
+"""New objects after which the youngest are collected. A step makes a few for each request, which go with its message;
+it meets Python's own threshold several times.
+"""
 _BEAT_S = 0.25
 """Between two snapshots of the engine's counts where no news carry one."""
 
@@ -251,6 +255,7 @@ def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tupl
     # What is here now stays: a full collection would go through all of it, every few dozen steps, while they wait.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     return served, times
 
 

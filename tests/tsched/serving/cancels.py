@@ -65,13 +65,13 @@ async def leave(served: Served, place: str, body: dict[str, Any], rest: tuple[in
         await asyncio.sleep(0.002)
     elif place == "queued":
         await until_load(served, lambda load: load[3] > rest[3])
-    else:
-        await until_load(served, lambda load: load[2] > rest[2])
-    if body["stream"] and place in ("decoding", "before [DONE]"):
+    elif body["stream"] and place != "amid its chunks":
         received = b""
         most = body["max_tokens"] - 1 if place == "before [DONE]" else 1
         while len(read_answer(received).events) < most and (part := await reader.read(1 << 16)):
             received += part
+    else:
+        await until_load(served, lambda load: load[2] > rest[2])
     start = time.perf_counter()
     writer.close()
     await until_load(served, lambda load: load == rest)

@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import threading
 from typing import Any, cast
 
 import torch
 
 from tests.tsched.report_cost import _WARM_UP, Clocks
-from tkernels.ranges import NVTX
 from tmodel.presets import preset_path
 from tsched.execution.engine_thread import EngineThread
-from tsched.execution.phase_times import PhaseTimes
-from tsched.execution.served_model import ServedModel
 from tsched.serving.engine_client import EngineRequest
-from tsched.serving.worker import Worker, _Engine
+from tsched.serving.worker import Worker, _Engine, _load_model
 
 
 class Sink:
@@ -44,8 +40,8 @@ class Sink:
 
 
 async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int, logprobs: int | None) -> None:
-    times = PhaseTimes(NVTX)
-    served = ServedModel(preset_path("tiny"), device="cpu", max_num_seqs=streams, kv_cache_bytes=1 << 28, ranges=times)
+    options = {"device": "cpu", "max_num_seqs": streams, "kv_cache_bytes": 1 << 28}
+    served, times = _load_model(str(preset_path("tiny")), options, [])
     scheduler, loop = served._engine.scheduler, asyncio.get_running_loop()
     for name in ("schedule", "commit"):
         setattr(scheduler, name, clocks.timed("scheduler", getattr(scheduler, name)))
@@ -59,14 +55,13 @@ async def serve(clocks: Clocks, sink: Sink, streams: int, tokens: int, logprobs:
     EngineThread._report = noted  # type: ignore[method-assign]
     worker = Worker(asyncio.StreamReader(), cast(Any, sink))
     tell = clocks.timed("framing", worker._tell)
-    gc.collect()
     thread = served.start_thread(
         lambda news: loop.call_soon_threadsafe(tell, news), lambda failure: None, label_logprobs=False
     )
     worker._engine = engine = _Engine(served, times, thread)
     sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": logprobs}
     for number in range(streams):
-        worker._submit(engine, EngineRequest(str(number), [3 + number % 500, 5, 7], sampling))
+        worker._submit(engine, [EngineRequest(str(number), [3 + number % 500, 5, 7], sampling)])
     while worker._tickets:
         await asyncio.sleep(0.05)
     thread.close()

@@ -34,8 +34,9 @@ class Answer:
 
     @property
     def events(self) -> list[Any]:
-        """What a stream's events hold, without the [DONE] that `is_done` tells of."""
-        lines = [one.removeprefix("data: ") for one in self.body.decode().split("\n\n") if one.startswith("data: ")]
+        """What a stream's whole events hold, without the [DONE] that `is_done` tells of."""
+        lines = self.body.rpartition(b"\n\n")[0].decode().split("\n\n")
+        lines = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     @property

@@ -14,6 +14,7 @@ from tsched.serving.engine_client import (
     EngineUnavailableError,
     KernelSwap,
     ModelFacts,
+    RequestTimes,
     SampleDelta,
     State,
     StatsSnapshot,
@@ -87,9 +88,6 @@ class ScriptedClient:
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         return KernelSwap(0, dict.fromkeys(choices, "torch"))
 
-    async def drain(self) -> None:
-        self.state = "draining"
-
     async def close(self) -> None:
         self.state = "draining"
 
@@ -123,7 +121,8 @@ class ScriptedStream:
         prompt = None
         if sampling.get("prompt_logprobs") is not None and self._num_out <= 1:
             prompt = [None, *(TokenScores([one], [-1.0]) for one in self._request.prompt_token_ids[1:])]
-        return Delta(samples, self._is_over, prompt_logprobs=prompt)
+        times = RequestTimes(0.0, 0.0, 0.0) if self._is_over else None
+        return Delta(samples, self._is_over, prompt_logprobs=prompt, times=times)
 
     @property
     def num_unread(self) -> int:

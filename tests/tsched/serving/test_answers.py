@@ -215,6 +215,41 @@ def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tok
     assert server.get("/load").json["in_flight"] == 0
 
 
+def test_a_conversation_is_tokenized_as_its_chat_is(server: RunningServer, tokenizer: Tokenizer) -> None:
+    """Each of vLLM's fields has its effect, or is refused by name."""
+
+    def tokenize(**asked: Any) -> Any:
+        answer = server.post("/tokenize", asked)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    turns = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "x"}]
+    plain = tokenize(model="random", messages=turns)
+    assert plain["tokens"] == tokenizer.encode("<user>def<assistant>x<assistant>", add_special_tokens=False).ids
+    assert (plain["count"], plain["max_model_len"], plain["token_strs"]) == (len(plain["tokens"]), 128, None)
+    usage = server.post("/v1/chat/completions", {"model": "random", "messages": turns, "max_tokens": 1}).json["usage"]
+    assert usage["prompt_tokens"] == plain["count"]
+    unprompted = tokenize(messages=turns, add_generation_prompt=False)["tokens"]
+    assert unprompted == plain["tokens"][: len(unprompted)] != plain["tokens"]
+    open_end = tokenize(messages=turns, add_generation_prompt=False, continue_final_message=True)["tokens"]
+    assert open_end == unprompted  # this template ends no message
+    named = tokenize(prompt="'ünï", return_token_strs=True)
+    assert [tokenizer.token_to_id(one) for one in named["token_strs"]] == named["tokens"]
+    for asked, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": turns}, "messages"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": turns, "chat_template": "{{ messages }}"}, "chat_template"),
+        ({"messages": turns, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": turns, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": turns, "tools": []}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ):
+        answer = server.post("/tokenize", asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+
+
 VARIED: list[dict[str, Any]] = [
     {"logit_bias": {"260": 100.0}},
     {"allowed_token_ids": [5, 6, 7]},
@@ -314,11 +349,3 @@ def test_a_form_that_the_request_itself_makes_impossible_is_no_fault_of_the_serv
     error = json.loads(last)["error"]
     assert streamed.status == 400 or (begins and streamed.status == 200)
     assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
-
-
-def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:
-    body = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 4, "temperature": 0}
-    plain = server.post("/v1/chat/completions", body).json["choices"]
-    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
-             "parallel_tool_calls": True, "tool_choice": "none", "modalities": ["text"]}  # fmt: skip
-    assert server.post("/v1/chat/completions", body | extra).json["choices"] == plain

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tests.tsched.serving.scripted_worker import ANSWER, RAISE, SILENT_ONCE, SPEAK_AND_WAIT
+from tests.tsched.serving.test_operations import TEXT, Start, at_rest, open_request, start, wait_for  # noqa: F401
 from tsched.serving import metrics as metrics_room
 from tsched.serving import supervisor, worker_process
 from tsched.serving.app import create_app
@@ -178,6 +179,39 @@ def test_histograms_have_all_buckets_of_vllms_and_finer_ones(tmp_path: Path) -> 
     for name, bounds in VLLM_BUCKETS.items():
         mine = {float(sample.labels["le"]) for sample in found if sample.name == f"vllm:{name}_bucket"}
         assert {float(bound) for bound in f"{bounds} {FINER.get(name, '')}".split()} <= mine, name
+
+
+LABELLED = {"request_success_total": "finished_reason", "admission_rejections_total": "reason"}
+
+
+def test_each_histogram_counts_a_request_once_and_the_plans_counters_have_their_labels(
+    start: Start,  # noqa: F811
+) -> None:
+    """Whole ones, a list of prompts with several completions, an abort and a refusal at the door."""
+    server, client = start(limits={"max_in_flight": 4})
+    assert server.post("/v1/completions", TEXT).status == 200
+    assert server.post("/v1/completions", TEXT | {"prompt": ["a", "b"], "n": 2}).status == 200
+    client.pace = 0.2
+    connection = open_request(server, TEXT | {"prompt": ["a", "b"], "n": 2, "max_tokens": 100})
+    wait_for(lambda: len(client.running) == 2)
+    assert server.post("/v1/completions", TEXT).status == 429
+    while total(server, "vllm:time_to_first_token_seconds_count") < 3:
+        time.sleep(0.005)
+    connection.close()
+    wait_for(lambda: at_rest(server))
+    counts = {name: total(server, f"vllm:{name}_count") for name in VLLM_BUCKETS if not name.startswith("iteration")}
+    once = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens")
+    once += ("request_generation_tokens",)
+    assert {name: counts[name] for name in once} == dict.fromkeys(once, 3)
+    assert counts["request_time_per_output_token_seconds"] in (2, 3), "the third may have had its first tokens alone"
+    phases = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
+    assert {name: counts[name] for name in phases} == dict.fromkeys(phases, 2), "an engine has no times of an abort"
+    for name, label in LABELLED.items():
+        assert {label, "model_name", "engine"} == set(
+            next(s for s in samples(server) if s.name == f"vllm:{name}").labels
+        )
+    assert total(server, "vllm:request_success_total", finished_reason="abort") == 1
+    assert total(server, "vllm:admission_rejections_total", reason="in_flight") == 1
 
 
 def test_each_server_has_a_registry_of_its_own(server: RunningServer, tmp_path: Path) -> None:

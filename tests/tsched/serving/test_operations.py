@@ -103,8 +103,10 @@ def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
     asked = [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)] * 8
     with ThreadPoolExecutor(16) as pool:
         waiting = [pool.submit(server.post, *one) for one in asked]
-        wait_for(lambda: sum(one.done() for one in waiting) == 12)
-        go_on(server, client)
+        try:
+            wait_for(lambda: sum(one.done() for one in waiting) == 12)
+        finally:  # the pool waits for all
+            go_on(server, client)
         answers = [one.result() for one in waiting]
     admitted = [one for one in answers if one.status == 200]
     refused = [one for one in answers if one.status == 429]
@@ -388,10 +390,19 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         (f"- {{key: {ALICE}, tenent: a}}", "tenant"),
         (f"- {{key: {ALICE}, priority: high}}", "must be a int"),
         (f"- {{key: {ALICE}}}\n- {{key: {ALICE}}}", "the key of another"),
+        (f"- {{key: {ALICE}, key: {BOB}}}", "line 1: an entry has a field twice"),
+        (f"- {{key: {ALICE}}}\n- {{key: {BOB}", "line 2: not YAML$"),
+        (f"- {{key: !!python/name:{ALICE} {ALICE}}}", "line 1: not YAML$"),
+        ("- {key: 1234567890123456}", "key must be a str"),
     ):
         file.write_text(text)
-        with pytest.raises(KeyFileError, match=said):
+        with pytest.raises(KeyFileError, match=said) as caught:
             read_keys(file)
+        assert ALICE not in str(caught.value)
+    file.write_bytes(b"\xff\xfe\x00")
+    for wrong in (file, tmp_path, tmp_path / "missing.yaml"):
+        with pytest.raises(KeyFileError, match=wrong.name):
+            read_keys(wrong)
 
 
 def test_request_ids_and_a_log_without_prompts(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -125,7 +125,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert 0 < swap.first_step <= client.stats().num_steps + 80
         assert client.stats().arm == swap.arm == llm.arm
         assert joined(await going)[0][0] == list(expected[0].outputs[0].token_ids)
-        await client.drain()
+        await client.close()
 
     asyncio.run(main())
 
@@ -217,11 +217,9 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
         await asyncio.sleep(0)
         assert client.worker_pid is not None
         os.kill(client.worker_pid, sent)
-        killed = time.monotonic()
         for stream in streams:
             with pytest.raises(EngineFailedError):
                 await rest(stream)
-        assert time.monotonic() - killed < (0.5 if sent == signal.SIGKILL else 3)
         assert joined(await silent)[0][0] == list(whole.outputs[0].token_ids)
         assert client.stats().num_restarts == 1
         assert client.stats().arm == client.facts.arm == arm
@@ -252,41 +250,6 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
         await client.close()
 
     asyncio.run(main())
-
-
-@pytest.mark.slow
-def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
-    expected = _local(checkpoint)
-
-    async def main() -> None:
-        client = SupervisedClient(checkpoint, **OPTIONS)
-        await client.start()
-        done = asyncio.Event()
-
-        async def serve(index: int) -> int:
-            count = 0
-            while not done.is_set():
-                assert joined(await collect(client, f"{index}-{count}", PROMPTS[index], LONG)) == expected[index]
-                count += 1
-            return count
-
-        clients = [asyncio.create_task(serve(index)) for index in range(6)]
-        steps = []
-        for i in range(100):
-            swap = await client.swap_kernels({"qk_norm_rope_scatter": ("torch", "composed")[i % 2]})
-            steps.append(swap.first_step)
-            await asyncio.sleep(0.01)
-        done.set()
-        assert min(await asyncio.gather(*clients)) >= 1
-        assert steps == sorted(steps)
-        await client.drain()
-
-    asyncio.run(main())
-
-
-def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]]]:
-    outputs = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:6], SamplingParams(**LONG))
-    return [{0: (list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason)} for o in outputs]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -22,16 +23,15 @@ DIGEST_SIZE = 16  # bytes; two of 2**32 blocks are alike with a chance of 2**-65
 _EMPTY = blake2b(digest_size=DIGEST_SIZE)
 
 
-def draw_secret() -> bytes:
-    """What nobody outside of this process knows."""
-    return secrets.token_bytes(32)
-
-
 class BlockDigests:
     """The digests of a sequence's blocks, made once for each sequence and kept in its `prefix`."""
 
     _pool: BlockPool
-    _secret: bytes  # drawn for this process
+
+    def _draw_secret(self) -> None:
+        """Chains begin where nobody outside of this process knows."""
+        self._secret = secrets.token_bytes(32)
+        self._root_of = lru_cache(maxsize=256)(self._root)  # most tenants come often
 
     def prepare(self, sequence: Sequence) -> None:
         self._digests(sequence, sequence.tokens.size // self._pool.block_size)
@@ -51,7 +51,7 @@ class BlockDigests:
         if num_ready < count:
             block_size = self._pool.block_size
             data = sequence.tokens[num_ready * block_size : count * block_size].tobytes()
-            last = digests[-DIGEST_SIZE:] or self._root(sequence.cache_salt)
+            last = digests[-DIGEST_SIZE:] or self._root_of(sequence.cache_salt)
             digests = sequence.prefix = digests + self._chain(last, data)
         return digests
 
@@ -116,7 +116,7 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
-        self._secret = draw_secret()
+        self._draw_secret()
         self._run_at: dict[bytes, Run] = {}  # by the digest of the first block
 
     def prepare(self, sequence: Sequence) -> None:
@@ -125,7 +125,8 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
             self._digests(sequence, count)
 
     def _has_first_of(self, sequence: Sequence) -> bool:
-        return self._digests(sequence, 1)[:DIGEST_SIZE] in self._run_at
+        digests = sequence.prefix or self._digests(sequence, 1)
+        return digests[:DIGEST_SIZE] in self._run_at  # type: ignore[index]
 
     def _find(self, sequence: Sequence, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         digests = self._digests(sequence, min(start + 1, end))
@@ -135,13 +136,15 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
             blocks, last = self._walk(self._digests(sequence, end), start, end, before)
         return blocks, last
 
-    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: Run | None) -> None:
-        digests, end = self._digests(sequence, 0), start + blocks.size
+    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: Run | None) -> Run:
+        digests, end = self._digests(sequence, start + 1), start + blocks.size
         num_digests = len(digests) // DIGEST_SIZE
         pending = sequence.tokens[num_digests * self._pool.block_size : end * self._pool.block_size].tobytes()
-        self._note(Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent))
+        run = Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent)
+        self._run_at[run.digests[:DIGEST_SIZE]] = run
         if parent is not None:
             parent.children += 1
+        return run
 
     def _is_leaf(self, run: Run) -> bool:
         return run.children == 0
@@ -183,18 +186,14 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
         head = Run(run.first, run.digests[:cut], b"", run.blocks[:count], run.parent)
         head.children = 1
         run.first, run.digests, run.blocks, run.parent = head.first + count, run.digests[cut:], run.blocks[count:], head
-        self._note(head)
-        self._note(run)
+        for one in (head, run):
+            self._run_at[one.digests[:DIGEST_SIZE]] = one
         return head
 
-    def _note(self, run: Run) -> None:
-        super()._note(run)
-        self._run_at[run.digests[:DIGEST_SIZE]] = run
+    def _cut(self, leaf: Run, size: int) -> None:
+        leaf.blocks = leaf.blocks[:size]
 
-    def _trim(self, leaf: Run, count: int) -> None:
-        first = leaf.blocks[0]
-        leaf.blocks = leaf.blocks[:-count]
-        if leaf.blocks.size == 0:
-            del self._run_at[leaf.digests[:DIGEST_SIZE]], self._run_of[int(first)]
-            if leaf.parent is not None:
-                leaf.parent.children -= 1
+    def _remove(self, leaf: Run) -> None:
+        del self._run_at[leaf.digests[:DIGEST_SIZE]]
+        if leaf.parent is not None:
+            leaf.parent.children -= 1

@@ -76,7 +76,7 @@ class RunCache(ABC, Generic[AnyRun]):
         """Whether no run follows `run`, which has blocks."""
 
     @abstractmethod
-    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> None:
+    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: AnyRun | None) -> AnyRun:
         """A new run of `blocks` from the sequence's place `start` on follows all of `parent`."""
 
     @abstractmethod
@@ -90,8 +90,12 @@ class RunCache(ABC, Generic[AnyRun]):
         """
 
     @abstractmethod
-    def _trim(self, leaf: AnyRun, count: int) -> None:
-        """Take the last `count` blocks from `leaf`, and the leaf from the cache when none is left."""
+    def _cut(self, leaf: AnyRun, size: int) -> None:
+        """`leaf`, which had more, has `size` >= 1 blocks now."""
+
+    @abstractmethod
+    def _remove(self, leaf: AnyRun) -> None:
+        """Take `leaf`, which still has its blocks, from where a search finds it."""
 
     @property
     def num_available(self) -> int:
@@ -99,10 +103,11 @@ class RunCache(ABC, Generic[AnyRun]):
 
     def match(self, sequence: Sequence, usable: Callable[[BlockIds], int] | None = None) -> BlockIds:
         count = (sequence.tokens.size - 1) // self._pool.block_size  # whoever is admitted runs a token at least
-        blocks = self._find(sequence, 0, count, None)[0]
-        if usable is not None:
-            blocks = blocks[: usable(blocks)]
-        if blocks.size:
+        blocks = NO_BLOCKS
+        if count and self._has_first_of(sequence):
+            blocks = self._find(sequence, 0, count, None)[0]
+            if usable is not None:
+                blocks = blocks[: usable(blocks)]
             self._pool.share(blocks)
         self._lookups.record(sequence, blocks.size)
         return blocks
@@ -136,43 +141,43 @@ class RunCache(ABC, Generic[AnyRun]):
         pool = self._pool
         inserted = [blocks for _, blocks, _ in computed]
         ends = [num_computed // pool.block_size for _, _, num_computed in computed]
-        joint = np.concatenate([NO_BLOCKS, *(blocks[:end] for blocks, end in zip(inserted, ends, strict=True))])
+        joint = np.concatenate([NO_BLOCKS, *[blocks[:end] for blocks, end in zip(inserted, ends, strict=True)]])
         is_kept = pool.is_kept(joint)
         num_new = joint.size - np.count_nonzero(is_kept)
         if num_new == 0:
             return inserted
         if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
             return [self.insert(*one) for one in computed]
-        new, searching, place = [], [], 0
+        new, runs, searching, place = [], [], [], 0
         for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
             start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
             place += end
             if start == end:
                 continue
-            if self._add_unknown(computed[i][0], blocks[:end], start):
-                new.append(blocks[start:end])
-            else:
+            run = self._add_unknown(computed[i][0], blocks[:end], start)
+            if run is None:
                 searching.append(i)
-        if new:
+            else:
+                runs.append(run)
+                new.append(blocks[start:end])
+        if runs:
+            self._note(runs, new)
             pool.keep(np.concatenate(new))
         for i in searching:
             inserted[i] = self.insert(*computed[i])
         return inserted
 
-    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> bool:
-        """Add the last of the sequence's `blocks`, from `start` on, if it takes no search to see that nothing like them
-        is kept: its first block is new, or nothing follows the one before `start`. Whether it did.
+    def _add_unknown(self, sequence: Sequence, blocks: BlockIds, start: int) -> AnyRun | None:
+        """Add the last of the sequence's `blocks`, from `start` on, to a run if it takes no search to see that nothing
+        like them is kept: its first block is new, or nothing follows the one before `start`. Returns the run.
         """
         if start == 0:
-            if self._has_first_of(sequence):
-                return False
-            self._append(sequence, 0, blocks, None)
-            return True
+            return None if self._has_first_of(sequence) else self._append(sequence, 0, blocks, None)
         run = self._run(blocks[start - 1])
         if not self._ends_at(run, start):
-            return False
-        self._add(sequence, start, blocks[start:], run)
-        return True
+            return None
+        self._extend(run, sequence, blocks[start:])
+        return run
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self.release_each([(sequence, blocks, num_computed)])
@@ -190,11 +195,12 @@ class RunCache(ABC, Generic[AnyRun]):
         """`blocks`, at the sequence's place `start`, follow those of `parent` before that place, where it has any."""
         if parent is not None and self._ends_at(parent, start):
             self._extend(parent, sequence, blocks)
-            self._first_of[blocks.astype(np.intp)] = parent.blocks[0]
+            self._note([parent], [blocks])
             return
         if parent is not None and start < parent.first + parent.blocks.size:
-            parent = self._split(parent, start - parent.first)
-        self._append(sequence, start, blocks, parent)
+            tail, parent = parent, self._split(parent, start - parent.first)
+            self._note([parent, tail], [parent.blocks, tail.blocks])
+        self._note([self._append(sequence, start, blocks, parent)], [blocks])
 
     def _ends_at(self, run: AnyRun, place: int) -> bool:
         """Whether `run` has blocks up to `place`, and nothing that is kept follows them."""
@@ -205,7 +211,19 @@ class RunCache(ABC, Generic[AnyRun]):
         """The run of the kept `block`."""
         return self._run_of[int(self._first_of[block])]
 
-    def _note(self, run: AnyRun) -> None:
-        """`run` has these blocks, and this first one, from now on."""
-        self._run_of[int(run.blocks[0])] = run
-        self._first_of[run.blocks.astype(np.intp)] = run.blocks[0]
+    def _note(self, runs: list[AnyRun], blocks: list[BlockIds]) -> None:
+        """`runs` [n], each under its first block, have the `blocks` [n] from now on."""
+        firsts = [int(run.blocks[0]) for run in runs]
+        self._run_of.update(zip(firsts, runs, strict=True))
+        index = np.concatenate(blocks).astype(np.intp)
+        self._first_of[index] = firsts[0] if len(runs) == 1 else np.repeat(firsts, [one.size for one in blocks])
+
+    def _trim(self, leaf: AnyRun, count: int) -> None:
+        """Take the last `count` blocks from `leaf`, and the leaf from the cache when none is left."""
+        size = leaf.blocks.size - count
+        if size:
+            self._cut(leaf, size)
+            return
+        self._remove(leaf)
+        del self._run_of[int(leaf.blocks[0])]
+        leaf.blocks = NO_BLOCKS

@@ -16,7 +16,7 @@ import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCK, BlockIds, BlockPool
 from tsched.scheduling.policies.base import CacheStats, Computed
-from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, BlockDigests, draw_secret
+from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, BlockDigests
 from tsched.scheduling.policies.run_cache import Lookups
 from tsched.scheduling.policies.run_queue import eviction_batch
 from tsched.scheduling.sequence import Sequence
@@ -145,7 +145,7 @@ class WindowedHashCache(BlockDigests, WindowedPrefixCache):
 
     def __init__(self, pool: BlockPool, window: Window) -> None:
         super().__init__(pool, window)
-        self._secret = draw_secret()
+        self._draw_secret()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 
