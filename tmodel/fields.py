@@ -32,9 +32,9 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.
 _MAX_SIZE = 2**24
 """Of a whole number in config.json. The longest context of a published model is 10,485,760 tokens; vocabularies and
 widths are far smaller."""
-_MAX_LAYERS = 2**12
-"""Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
-up to 126."""
+_MAX_PARTS = 2**12
+"""Of a number of layers or heads, each of which takes names, shapes and objects before any weight is read, and of a
+head's width. Published models have up to 126 layers, 128 heads and a width of 512."""
 
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 """What a norm adds to a mean square; more would leave little of a vector."""
@@ -63,7 +63,7 @@ class HuggingFaceConfig(BaseModel):
     @classmethod
     def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
         """Bounds every architecture's sizes: tables and lists are made of them before any weight shows them wrong."""
-        most = _MAX_LAYERS if "layer" in str(info.field_name) else _MAX_SIZE
+        most = _MAX_PARTS if any(part in str(info.field_name) for part in ("layer", "head")) else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             raise PydanticCustomError("size", "must be at most {most}", {"most": most})
         return value

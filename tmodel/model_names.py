@@ -6,6 +6,7 @@ calls the other functions. None of them loads, makes or fetches weights: that is
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,11 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
     if not isinstance(model, str | Path) or model == "":  # Path("") would be the working directory
         raise ValueError(f"model must be a name or a path, got {model!r}")
     directory = Path(model)
-    if directory.is_dir() or isinstance(model, Path):
+    try:
+        is_directory = directory.is_dir()
+    except OSError as error:  # no name that the file system takes
+        raise ConfigError(f"model {reprlib.repr(str(model))}: {error.strerror}") from None
+    if is_directory or isinstance(model, Path):
         return directory_model(directory, architectures)
     if model.startswith(RANDOM):
         return random_model(model.removeprefix(RANDOM))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tkernels.errors import TKernelsError
-from tmodel.json_files import parse_json
+from tmodel.json_files import count_bytes, cut_message, parse_json
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {
@@ -40,6 +40,9 @@ _MAX_COUNT = 2**63 - 1  # the most elements that torch counts
 
 class WeightError(TKernelsError, ValueError):
     """A checkpoint cannot be loaded; the message names the file and, where there is one, the tensor."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut_message(message))
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         WeightError: The file is cut short or no safetensors, or its header breaks the format's rule.
     """
     try:
-        file_bytes = file.stat().st_size
+        file_bytes = count_bytes(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from tmodel.json_files import parse_json
+from tmodel.json_files import count_bytes, parse_json
 from tmodel.safetensors_header import DTYPES, FLOATS, MAX_HEADER_BYTES, Entry, WeightError, read_header
 
 SINGLE = "model.safetensors"
@@ -116,7 +116,7 @@ class Checkpoint:
         for name, shape in zip(names, shapes, strict=True):
             self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
         rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        fused = self._allocate(names[0], (sum(rows), *shapes[0][1:]), self.dtype)
         for name, part in zip(names, fused.split(rows), strict=True):
             self._read_into(name, part)
             narrowed = self._entry(name).dtype.itemsize > self.dtype.itemsize
@@ -174,7 +174,7 @@ class Checkpoint:
     def peek(self, name: str) -> torch.Tensor:
         """Reads a tensor in its stored dtype and shape; `refuse_unused` still takes it for unread."""
         entry = self._entry(name)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        tensor = self._allocate(name, entry.shape, entry.dtype)
         self._read_into(name, tensor)
         return tensor
 
@@ -255,6 +255,14 @@ class Checkpoint:
             raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
         return self._entries[name]
 
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room for tensor `name`, and for those that are joined to it."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raise self.error(name, f"takes {num_bytes} bytes of memory, which {self.device} has not") from error
+
     def _check_entry(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> Entry:
         entry = self._entry(name)
         if entry.dtype not in dtypes:
@@ -328,7 +336,7 @@ def read_index(index: Path, suffix: str = ".safetensors") -> dict[str, set[str]]
         WeightError: It is damaged, or names a file of another kind or another directory.
     """
     try:
-        if (num_bytes := index.stat().st_size) > MAX_HEADER_BYTES:
+        if (num_bytes := count_bytes(index)) > MAX_HEADER_BYTES:
             raise WeightError(f"{index}: {num_bytes} bytes; an index has {MAX_HEADER_BYTES} at most")
         content = parse_json(index.read_bytes())
     except WeightError:

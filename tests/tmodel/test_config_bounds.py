@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def test_every_size_of_every_architecture_is_bounded(write_checkpoint: WriteChec
             continue
         with pytest.raises(ConfigError) as caught:
             load_config(write_checkpoint({}, architectures=[architecture], **{name: 2**40}))
-        bound = 2**12 if "layer" in name else 2**24
+        bound = 2**12 if "layer" in name or "head" in name else 2**24
         assert f"{name}: must be at most {bound}, got 1099511627776" in str(caught.value)
         assert "config.json: " in str(caught.value)
 
@@ -55,6 +56,19 @@ def test_a_file_without_an_end_is_not_read(write_checkpoint: WriteCheckpoint) ->
     with (directory / "config.json").open("r+b") as stream:
         stream.truncate(2**24 + 1)
     with pytest.raises(ConfigError, match=r"config\.json: 16777217 bytes; a model's JSON file has 16777216 at most"):
+        load_config(directory)
+
+
+def test_what_may_never_end_is_not_read(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint({})
+    file = directory / "config.json"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: it is not a regular file"):
+        load_config(directory)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: it is not a regular file"):
         load_config(directory)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -336,3 +338,30 @@ def test_a_file_that_becomes_shorter_after_its_header_was_read(write_checkpoint:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WeightError, match=r"tensor 'w' cannot be read: the file has become shorter"):
         checkpoint.tensor("w", (100,))
+
+
+def test_weights_that_may_never_end_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model\.safetensors: its header cannot be read: it is not a regular file"):
+        opened(tmp_path)
+
+
+def test_a_message_shows_a_name_in_short(write_checkpoint: WriteCheckpoint) -> None:
+    with (
+        opened(write_checkpoint({"x" * 10**6: torch.ones(1)})) as checkpoint,
+        pytest.raises(WeightError, match="unexpected tensor 'xxx") as caught,
+    ):
+        checkpoint.refuse_unused()
+    assert len(str(caught.value)) < 4100
+
+
+def test_a_tensor_that_no_memory_holds_is_named(
+    write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with opened(write_checkpoint({"w": torch.ones(4, 8)})) as checkpoint, monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(WeightError, match="tensor 'w' takes 128 bytes of memory, which cpu has not"):
+            checkpoint.tensor("w", (4, 8))

@@ -175,6 +175,22 @@ def test_a_field_that_transformers_alone_reads_is_named_with_its_file(
     assert "\n" not in str(caught.value)
 
 
+def test_the_code_of_a_checkpoint_is_not_run_whatever_is_answered(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    (tmp_path / "strange.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
+    own_class = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_class))
+    raw = json.loads((checkpoint / "config.json").read_text())
+    own = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **own}))
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json: auto_map: .* own Python code, which is not run"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
 def test_a_tokenizer_without_a_vocabulary_is_refused_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((checkpoint / name).read_text())

@@ -349,11 +349,3 @@ def test_a_form_that_the_request_itself_makes_impossible_is_no_fault_of_the_serv
     error = json.loads(last)["error"]
     assert streamed.status == 400 or (begins and streamed.status == 200)
     assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
-
-
-def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:
-    body = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 4, "temperature": 0}
-    plain = server.post("/v1/chat/completions", body).json["choices"]
-    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
-             "parallel_tool_calls": True, "tool_choice": "none", "modalities": ["text"]}  # fmt: skip
-    assert server.post("/v1/chat/completions", body | extra).json["choices"] == plain

@@ -4,12 +4,9 @@ import gzip
 import json
 import socket
 import time
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from tests.tsched.serving.conftest import RunningServer
@@ -287,20 +284,6 @@ def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: py
         assert server.post(path, body).status in (400, 404)
 
 
-def openai_fields(*kinds: Any) -> set[str]:
-    return {name for kind in kinds for name in get_type_hints(kind)}
-
-
-def test_every_field_of_openais_own_classes_is_known() -> None:
-    """Each is on the wire: with an effect (tests elsewhere), in the page's list of those without, or as unsupported."""
-    text = openai_fields(
-        completion_params.CompletionCreateParamsNonStreaming, completion_params.CompletionCreateParamsStreaming
-    )
-    talk = openai_fields(chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming)
-    assert text - CompletionRequest.model_fields.keys() == set()
-    assert talk - ChatRequest.model_fields.keys() == set()
-
-
 @pytest.mark.parametrize("form", ["json", "regex", "grammar", "choice", "response_format"])
 @pytest.mark.parametrize("fault", ["deep", "repeated", "long"])
 def test_a_form_that_no_server_should_compile_is_refused_unread(form: str, fault: str, server: RunningServer) -> None:
@@ -336,14 +319,6 @@ def test_a_refusal_stays_short_however_much_is_wrong(server: RunningServer) -> N
         answer = server.post("/v1/completions", TEXT | wrong)
         assert answer.status in (400, 404)
         assert len(answer.body) <= 4096
-
-
-def test_the_page_lists_what_is_taken_without_effect() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
-    listed = page[page.index("Without effect") :].partition("\n\n")[0]
-    for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"):
-        assert f"`{name}" in listed
-        assert name in ChatRequest.model_fields
 
 
 @pytest.mark.parametrize(

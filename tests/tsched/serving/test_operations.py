@@ -103,8 +103,10 @@ def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
     asked = [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)] * 8
     with ThreadPoolExecutor(16) as pool:
         waiting = [pool.submit(server.post, *one) for one in asked]
-        wait_for(lambda: sum(one.done() for one in waiting) == 12)
-        go_on(server, client)
+        try:
+            wait_for(lambda: sum(one.done() for one in waiting) == 12)
+        finally:  # the pool waits for all
+            go_on(server, client)
         answers = [one.result() for one in waiting]
     admitted = [one for one in answers if one.status == 200]
     refused = [one for one in answers if one.status == 429]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
 from tsched.serving.protocol.sampling import (
     FinishReason,
     GenerationRequest,
     Items,
+    OnlyFalse,
     TopLogprobs,
     Unsupported,
     Usage,
@@ -19,14 +20,6 @@ from tsched.serving.protocol.sampling import (
 MAX_MESSAGES = 4096
 
 
-def _check_bool(value: Any) -> Any:
-    """Refuses 0, which equals false; Literal would take it."""
-    if not isinstance(value, bool):
-        raise ValueError("should be false")
-    return value
-
-
-OnlyFalse: TypeAlias = Annotated[Literal[False], BeforeValidator(_check_bool)]
 Nothing: TypeAlias = Annotated[list[None], Field(max_length=0)] | None
 
 
