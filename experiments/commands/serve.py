@@ -20,6 +20,7 @@ from tsched.serving.limits import LIMITS, ServerLimits
 if TYPE_CHECKING:
     from tsched.serving.front_end import FrontEnd
 
+_STDERR = 2
 _LOOPBACK = ("127.", "::1", "localhost")
 
 
@@ -56,14 +57,14 @@ def run(request: ServeRequest) -> int:
         from tsched.serving.http import serve
         from tsched.serving.logs import log_lines
 
-        log_lines(sys.stderr)
         app = create_app(client, limits, keys=keys, chat_template=request.chat_template)
         host, port = listening.getsockname()[:2]
         address = f"[{host}]" if ":" in host else host
         _say(f"listening at http://{address}:{port}/v1; loading {served.model}")
         if keys is None and not host.startswith(_LOOPBACK):
             _say("without --api-key-file whoever reaches this address may ask")
-        serve(app, listening, lambda front: _say(*describe_ready(front, time.monotonic() - began)))
+        with log_lines(_STDERR):
+            serve(app, listening, lambda front: _say(*describe_ready(front, time.monotonic() - began)))
         gc.freeze()  # the end of the process would go through all that was imported, for a tenth of a second
     except (KeyFileError, ServerStartError) as error:
         raise ExperimentError([str(error)]) from None

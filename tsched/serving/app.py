@@ -41,14 +41,6 @@ from tsched.serving.protocol.tokenization import (
 from tsched.serving.requests import check_ids, check_model, tokenize_request
 from tsched.serving.text import TextCodec, no_tokenizer
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    completions.CompletionRequest,
-    chat.ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    admin.SwapRequest,
-    chat.ChatChunk,
-)
 _STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
 _BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
@@ -93,6 +85,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.front_end = front
+    app.state.records = set()  # of bodies that routes read themselves, for the OpenAPI document
     _add_errors(app)
     _add_generation(app, front)
     _add_models(app, front)
@@ -148,6 +141,7 @@ def _post(
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
     content = {} if chunk is None else {_STREAM: _describe_events(chunk)}
+    app.state.records |= {kind, chunk} - {answer, None}
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
 
@@ -296,8 +290,9 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the bodies that the routes read themselves."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
+        records = sorted(app.state.records, key=lambda kind: str(kind.__name__))
         _, bodies = models_json_schema(
-            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
+            [(kind, "validation") for kind in records], ref_template="#/components/schemas/{model}"
         )
         document["components"]["schemas"].update(bodies["$defs"])
         app.openapi_schema = document

@@ -2,10 +2,11 @@
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,15 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def open_request(server: RunningServer, body: Any, path: str = "/v1/completions") -> socket.socket:
+def open_request(
+    server: RunningServer, body: Any, path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = "".join(
+        [head.removesuffix("\r\n"), *(f"{name}: {one}\r\n" for name, one in (headers or {}).items()), "\r\n"]
+    )
     connection.sendall(head.encode() + data)
     return connection
 
@@ -238,6 +244,15 @@ def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(s
     assert len(client.aborted) == 4
 
 
+def test_an_idle_connection_is_closed(start: Start) -> None:
+    server, _ = start(limits={"keep_alive_timeout": 0.4})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as idle:
+        idle.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        began = time.monotonic()
+        assert read_all(idle).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began >= 0.4
+
+
 def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     server, _ = start(limits={"header_timeout": 0.2})
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
@@ -375,6 +390,37 @@ def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
     assert [one.priority for one in client.submitted] == [1, 1, 6, 6]
     server.post("/v1/completions", TEXT, bearer(ALICE) | {"x-request-id": "mine"})
     assert "mine" not in client.submitted[-1].request_id, "nobody else can name it"
+
+
+def test_a_request_of_the_same_name_is_not_anothers(start: Start) -> None:
+    """Bob names his request as Alice's is, and as her answer's id says, and leaves: hers goes on."""
+    server, client = start(keys=KEYS, pace=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        body = TEXT | {"stream": True, "max_tokens": 40}
+        hers = pool.submit(server.post, "/v1/completions", body, bearer(ALICE) | {"x-request-id": "mine"})
+        wait_for(lambda: len(client.running) == 1)
+        (name,) = client.running
+        for given in ("mine", name, name.rpartition("-")[0]):
+            headers = {**bearer(BOB), "x-request-id": given}
+            connection = open_request(server, TEXT | {"max_tokens": 100}, headers=headers)
+            wait_for(lambda: len(client.running) == 2)
+            connection.close()
+            wait_for(lambda: len(client.running) == 1)
+        answer = hers.result()
+    assert len(answer.events) == 40
+    assert name not in client.aborted
+    assert len(client.aborted) == 3
+    ids = {one.request_id for one in client.submitted}
+    assert len(ids) == 4
+    assert all(re.fullmatch("cmpl-[0-9a-f]{32}-0", one) for one in ids), (
+        "128 bits, most of them random, are not guessed"
+    )
+
+
+def test_no_route_aborts_or_reads_by_a_requests_name(start: Start) -> None:
+    server, _ = start()
+    taking = {route.path for route in server.app.routes if isinstance(route, Route) and "{" in route.path}
+    assert taking == {"/v1/models/{model:path}"}
 
 
 def test_a_file_of_keys(tmp_path: Path) -> None:

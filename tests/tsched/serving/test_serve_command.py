@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -19,7 +20,7 @@ from tsched.options import Option
 from tsched.serving import worker_process
 from tsched.serving.gate import ACCESS
 from tsched.serving.limits import LIMITS, ServerLimits
-from tsched.serving.logs import JsonLines
+from tsched.serving.logs import MOST_WAITING, JsonLines, log_lines
 from tsched.serving.supervisor import SupervisedClient
 
 ROOT = Path(__file__).parents[3]
@@ -161,7 +162,6 @@ def test_a_worker_that_dies_or_fails_while_it_loads_ends_the_server(
 ) -> None:
     program = worker_process._PROGRAM.replace("tsched.serving.worker", "tests.tsched.serving.scripted_worker")
     monkeypatch.setattr(worker_process, "_PROGRAM", program)
-    monkeypatch.setattr("tsched.serving.logs.log_lines", lambda stream: None)
     with pytest.raises(ExperimentError, match=said):
         run(ServeRequest(str(tmp_path), name=name, port=0))
     (life,) = tmp_path.iterdir()
@@ -187,6 +187,20 @@ def test_what_is_wrong_is_said_before_a_worker_starts(
     monkeypatch.setattr("tsched.serving.supervisor.start_process", lambda: pytest.fail("a worker was started"))
     with pytest.raises(ExperimentError, match=said):
         run(request_)
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up() -> None:
+    read, write = os.pipe()
+    log, root = logging.getLogger("tsched.serving"), logging.getLogger()
+    before = root.level, [*root.handlers]
+    with log_lines(write):
+        for i in range(2 * MOST_WAITING):  # more than the pipe and the queue hold
+            log.info("line %d", i)
+        with open(read, "rb") as pipe:
+            lines = [json.loads(pipe.readline())["message"] for _ in range(MOST_WAITING)]
+        assert lines == [f"line {i}" for i in range(MOST_WAITING)]
+    assert (root.level, root.handlers) == before
+    os.close(write)
 
 
 def test_log_records_are_lines_of_json() -> None:

@@ -59,7 +59,8 @@ def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **o
             await client.close()
         await asyncio.sleep(0.05)
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not [life for life in folder.iterdir() if Path(f"/proc/{life.read_text()}").exists()]
+        pids = [pid for life in folder.iterdir() if (pid := life.read_text())]  # one that was killed early wrote none
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
     asyncio.run(watched())
     assert len(os.listdir("/proc/self/fd")) == files
@@ -181,6 +182,25 @@ def test_a_worker_that_is_started_again_has_the_kernels_of_the_last_swap(tmp_pat
             await asyncio.sleep(0.01)
         await until_ready(client)
         assert client.stats().arm == expected
+
+    serve(tmp_path, main, kernels={"swiglu": "fused"})
+
+
+def test_swapped_kernels_with_which_no_worker_starts_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: 0.05)
+
+    async def main(client: SupervisedClient) -> None:
+        await client.swap_kernels({"swiglu": "crashing"})
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().arm == {"swiglu": "fused"}
+        assert client.stats().num_restarts == 3
+        assert [delta.is_last async for delta in ask(client, "a", ANSWER)][-1]
 
     serve(tmp_path, main, kernels={"swiglu": "fused"})
 
