@@ -106,6 +106,7 @@ def join_deltas(one: Delta, other: Delta) -> Delta:
         other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
         other.times,
         other.at_fault if one.error is None else one.at_fault,
+        one.starts_over,
     )
 
 
