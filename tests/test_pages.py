@@ -94,6 +94,11 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.serving.framing_cost": "a figure",
     "python -m tests.tsched.serving.same_answers answers": "minutes; tests/tsched/serving/test_answers.py",
     "python -m tests.tsched.serving.cost_over_http cost": "a figure",
+    "python -m tests.tsched.serving.fuzz_routes --examples 1000": "minutes; tests/tsched/serving/test_fuzz.py",
+    "python -m tests.tsched.serving.perplexity perplexity": "seconds; tests/tsched/serving/test_perplexity.py",
+    "python -m tests.tsched.serving.histograms histograms": "a minute; tests/tsched/serving/test_histograms.py",
+    "python -m tests.tsched.serving.slow_and_large slow": "minutes; tests/tsched/serving/test_slow_clients.py",
+    "python -m tests.tsched.serving.start_cost start": "a figure",
     "python -m tests.tsched.structured_cost 32": "a figure",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }

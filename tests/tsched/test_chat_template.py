@@ -138,6 +138,16 @@ def test_a_text_of_several_parts_is_one_of_lines(tokenizer: Any) -> None:
     )
 
 
+def test_a_developer_is_the_system_where_the_template_does_not_know_the_word(tokenizer: Any) -> None:
+    """Qwen3's drops messages of roles that it does not know."""
+    dropping = "{% for m in messages if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]
+    text, _ = make_encoder(tokenizer, dropping).encode(Conversation(chat))
+    assert text == "system: be brief;user: a;"
+    text, _ = make_encoder(tokenizer, dropping.replace("'user'", "'user', 'developer'")).encode(Conversation(chat))
+    assert text == "developer: be brief;user: a;"
+
+
 USER = {"role": "user", "content": "x"}
 
 

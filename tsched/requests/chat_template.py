@@ -84,6 +84,8 @@ class ChatTemplate:
             return control.sub(rf"{begin}\g<0>{end}", value) if isinstance(value, str) else value
 
         marked = [{key: value if key == "role" else mark(value) for key, value in one.items()} for one in messages]
+        if "developer" not in self.source:  # OpenAI's newer word: a template that has not heard of it may drop it
+            marked = [one | {"role": "system"} if one["role"] == "developer" else one for one in marked]
         if conversation.continue_final_message:
             marked[-1]["content"] += f"{tag} "  # a template that strips the content takes the space
         try:

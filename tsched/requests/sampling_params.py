@@ -162,7 +162,7 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
         if self.min_tokens and self.structured_outputs is not None:
             what = "does not go with structured_outputs, where an output ends with its form"
-            raise ValueError(f"min_tokens {what}: say it there, as minLength, minItems or {{n,}}")
+            raise ArgumentError(f"min_tokens {what}: say it there, as minLength, minItems or {{n,}}")
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))

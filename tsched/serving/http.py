@@ -55,7 +55,7 @@ def make_server(app: FastAPI) -> DrainingServer:
         server_header=False,
         lifespan="on",
         backlog=BACKLOG,
-        timeout_keep_alive=max(1, round(front.limits.keep_alive_timeout)),
+        timeout_keep_alive=front.limits.keep_alive_timeout,  # type: ignore[arg-type]  # it waits parts of a second too
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=front.limits.max_header_bytes,
     )

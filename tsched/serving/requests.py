@@ -22,6 +22,7 @@ from tsched.serving.protocol.tokenization import TokenizeRequest
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
+_RENDERED = {"role", "content", "name"}  # of a message; of its other fields none says anything
 MAX_PRIORITY = 2**30  # of a request; the tenant's is added
 
 
@@ -135,6 +136,8 @@ def refuse(request: WireModel, error: RefusedError, code: str = "invalid_value")
         )
     if name not in type(request).model_fields:
         name = "messages" if isinstance(request, ConversationRequest) else "prompt"
+    if name == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        message, name = message.replace(name, "max_completion_tokens", 1), "max_completion_tokens"
     return invalid_value(message, name, code)
 
 
@@ -325,7 +328,7 @@ def encode_chat(
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
     conversation = Conversation(
-        [one.model_dump(exclude_none=True) for one in messages],
+        [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs or {},

@@ -41,7 +41,7 @@ from tsched.serving.worker_stream import WorkerStream
 
 LOG = logging.getLogger("tsched.serving")
 _MOST_LIVES = 2
-"""Workers that a request is given to: what kills two of them may be the request."""
+"""Workers that a request, or swapped kernels, are given to: what kills two of them may be these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -92,6 +92,7 @@ class SupervisedClient:
             "variants_from": [str(folder) for folder in variants_from],
         }
         encode_message(self._load)
+        self._first_kernels = options.get("kernels")
         self._stall_timeout = stall_timeout
         self._state: State = "loading"
         self._failure: str | None = None
@@ -103,6 +104,7 @@ class SupervisedClient:
         self._num_swaps = 0
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
         self._num_restarts = 0
+        self._num_failed_starts = 0  # since a worker was ready
         self._restart_at = 0.0
         self._before: StatsSnapshot | None = None  # sums of the workers before this one
         self._stats: StatsSnapshot | None = None  # of this worker
@@ -257,6 +259,7 @@ class SupervisedClient:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
         self._facts = facts if self._facts is None else replace(facts, created=self._facts.created)
         self._stats, self._moved_at = StatsSnapshot(**message["stats"]), time.monotonic()
+        self._num_failed_starts = 0
         if self._state == "restarting":
             LOG.info("the engine serves again")
         if self._state in ("loading", "restarting"):
@@ -318,6 +321,8 @@ class SupervisedClient:
         if self._stats is not None:
             idle = replace(self._stats, num_running=0, num_waiting=0, num_used_blocks=0)
             self._before, self._stats = add_counts(self._before, idle), forget_counts(idle)
+        if self._state == "restarting":
+            self._note_failed_start()
         for served in [*self._served.values()]:
             served.starts_over = served.has_sent
             if (served.has_sent and not served.request.is_whole) or served.num_lives >= _MOST_LIVES:
@@ -335,6 +340,13 @@ class SupervisedClient:
         LOG.error("%s; it is started again in %g s, %d requests wait for it", reason, delay, len(self._served))
         self._state, self._restart_at = "restarting", now + delay
         self._keep(self._restart(delay))
+
+    def _note_failed_start(self) -> None:
+        """A worker died before it was ready. After two with swapped kernels, the next has those of the start."""
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= _MOST_LIVES and self._load["options"].get("kernels") != self._first_kernels:
+            LOG.error("no worker starts with the swapped kernels: the next has those of the first start")
+            self._load["options"]["kernels"] = self._first_kernels
 
     async def _restart(self, delay: float) -> None:
         await asyncio.sleep(delay)

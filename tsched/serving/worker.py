@@ -38,7 +38,7 @@ from tsched.serving.engine_records import (
     make_delta,
     read_stats,
 )
-from tsched.serving.link import LinkError, Message, encode_message, read_message
+from tsched.serving.link import LinkError, LinkWriter, Message, encode_message, read_message
 
 PlainTokens = tuple[str, int, list[int], str, list[TokenScores] | None]
 """(request, sample, new tokens, their text and, where asked for, log-probabilities): of a step nearly all news are
@@ -73,7 +73,7 @@ class Worker:
         writer: Of the link.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: LinkWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._engine: _Engine | None = None  # once it is loaded
@@ -108,7 +108,7 @@ class Worker:
             return False
         facts = describe_model(served, load["name"])
         thread = served.start_thread(
-            on_news=lambda news: loop.call_soon_threadsafe(self._tell, news),
+            on_news=self._tell,
             on_end=lambda failure: loop.call_soon_threadsafe(self._end, failure),
             label_logprobs=False,  # the front end does, with the texts of the tokens that it has
         )
@@ -153,7 +153,7 @@ class Worker:
             engine.thread.submit(*tickets.values())
 
     def _tell(self, news: list[News]) -> None:
-        """Sends the news of one step."""
+        """Sends the news of one step, on the engine's thread."""
         engine = self._engine
         if engine is None or engine.thread.failure is not None:  # the end is told of all requests at once
             return
@@ -164,7 +164,8 @@ class Worker:
             ticket = one.ticket
             request_id = str(ticket.prepared.request_id)
             if one.finish_reason is None and one.prompt_scores is None:
-                tokens.append((request_id, one.index, one.token_ids, one.text, describe_scores(one)))
+                scores = None if one.scores is None else describe_scores(one)
+                tokens.append((request_id, one.index, one.token_ids, one.text, scores))
                 continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
@@ -228,14 +229,11 @@ class Worker:
             self._send_news(self._engine)
 
     def _send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(encode_message(message))
+        self._writer.write(encode_message(message))
 
     async def _send_last(self, message: Message) -> None:
         self._send(message)
-        await self._writer.drain()
-        self._writer.close()
-        await self._writer.wait_closed()
+        await self._writer.flush()
         os._exit(1)
 
     def _keep(self, work: Any) -> None:
@@ -260,7 +258,8 @@ def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tupl
 
 
 async def _serve(link: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=link)
+    writer = LinkWriter(link, asyncio.get_running_loop())
+    reader, _kept = await asyncio.open_connection(sock=link)  # asyncio closes a link whose writer is gone
     await Worker(reader, writer).run()
 
 

@@ -67,6 +67,8 @@ class ScriptedWorker:
             os.kill(os.getpid(), 9)
         self.kernels = load["options"].get("kernels") or {}
         self.counts["arm"] = self.kernels
+        if "crashing" in self.kernels.values():
+            os.kill(os.getpid(), 9)
         self.send("ready", facts={"name": load["name"], **FACTS}, stats=self.counts)
         while True:
             if select.select([self.link], [], [], 0.02)[0]:

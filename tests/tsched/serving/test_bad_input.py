@@ -18,6 +18,7 @@ TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "conten
 JSON = {"content-type": "application/json"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 TOO_MANY = [[5]] * 129
+TALK_ONLY = {"max_completion_tokens": -1}
 
 
 def schema(definition: Any) -> dict[str, Any]:
@@ -172,8 +173,14 @@ def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: R
         ({"prompt": TOO_MANY}, "prompt", "at most 128 items"),
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 0"),
+        ({"max_tokens": None} | TALK_ONLY, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        ({"prompt": [5] * 129}, "prompt", "the model takes 128 tokens; prompt has 129"),
+        ({"prompt": [5] * 120, "max_tokens": 9}, "prompt", "takes 128 tokens; the request has 120 of prompt and 9 of"),
+        ({"prompt": "a" * 9999}, "prompt", "the model takes 128 tokens, and a text of 9999 characters has more"),
     ):
-        answer = server.post("/v1/completions", TEXT | asked)
+        is_talk = TALK_ONLY.items() <= asked.items()
+        path, base = ("/v1/chat/completions", TALK) if is_talk else ("/v1/completions", TEXT)
+        answer = server.post(path, base | asked)
         assert (answer.status, answer.error["param"]) == (400, param), answer.body
         assert says in answer.error["message"]
 

@@ -232,12 +232,15 @@ def test_every_kind_of_message_and_part_is_served_or_refused(server: RunningServ
     for role in kinds:
         answer = one.post(messages=[{"role": role, "content": "x"}])
         assert answer.status == (200 if role in served else 400), answer.body
-        assert role not in served or one.texts(messages=[{"role": role, "content": "x"}]) == one.generate(
-            f"<{role}>x<assistant>"
-        )
+        if role in served:
+            shown = "system" if role == "developer" else role  # the template does not know the word
+            expected = one.generate(f"<{shown}>x<assistant>")
+            assert one.texts(messages=[{"role": role, "content": "x"}]) == expected
     for name in fields - {"role", "content", "name"}:
         assert one.post(messages=[{"role": "assistant", "content": "x", name: {"a": 1}}]).error["param"] == "messages"
-        assert one.post(messages=[{"role": "assistant", "content": "x", name: None}]).status == 200
+        for empty in (None, []):  # as answers have them
+            answer = one.post(messages=[{"role": "assistant", "content": "x", name: empty}])
+            assert answer.status == 200, answer.body
     parts = {literal_of(kind, "type") for kind in get_args(ChatCompletionContentPartParam)}
     assert parts == {"text", "image_url", "input_audio", "file"}
     for part in parts - {"text"}:

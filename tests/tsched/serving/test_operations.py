@@ -244,6 +244,15 @@ def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(s
     assert len(client.aborted) == 4
 
 
+def test_an_idle_connection_is_closed(start: Start) -> None:
+    server, _ = start(limits={"keep_alive_timeout": 0.4})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as idle:
+        idle.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        began = time.monotonic()
+        assert read_all(idle).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began >= 0.4
+
+
 def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     server, _ = start(limits={"header_timeout": 0.2})
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:

@@ -186,6 +186,25 @@ def test_a_worker_that_is_started_again_has_the_kernels_of_the_last_swap(tmp_pat
     serve(tmp_path, main, kernels={"swiglu": "fused"})
 
 
+def test_swapped_kernels_with_which_no_worker_starts_are_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: 0.05)
+
+    async def main(client: SupervisedClient) -> None:
+        await client.swap_kernels({"swiglu": "crashing"})
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().arm == {"swiglu": "fused"}
+        assert client.stats().num_restarts == 3
+        assert [delta.is_last async for delta in ask(client, "a", ANSWER)][-1]
+
+    serve(tmp_path, main, kernels={"swiglu": "fused"})
+
+
 def test_an_idle_worker_is_not_taken_for_a_hung_one(tmp_path: Path) -> None:
     async def main(client: SupervisedClient) -> None:
         assert client.worker_pid is not None

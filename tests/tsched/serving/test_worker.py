@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,9 +138,6 @@ class Sink:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def is_closing(self) -> bool:
-        return False
-
     def write(self, frame: bytes) -> None:
         self.messages.append(msgpack.unpackb(frame[4:]))
 
@@ -150,7 +149,7 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     sink, thread, aborted = Sink(), SimpleNamespace(failure=None), []
     thread.abort = aborted.append
     engine = _Engine(LLM(checkpoint, **OPTIONS), PhaseTimes(NVTX), thread)
-    worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+    worker = Worker(cast("asyncio.StreamReader", None), cast("link.LinkWriter", sink))
     worker._tickets["long"] = ticket = cast("Ticket", object())
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
@@ -164,6 +163,42 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     assert aborted == [ticket]
 
 
+def test_frames_that_the_link_does_not_take_at_once_arrive_whole_and_in_order() -> None:
+    """Two threads write faster than the other end reads; when that is gone, writing goes on into nothing."""
+    ours, theirs = socket.socketpair()
+
+    def write(writer: link.LinkWriter, name: str) -> None:
+        for number in range(300):
+            writer.write(link.encode_message({"kind": name, "number": number, "text": name * 3000}))
+
+    async def main() -> None:
+        writer = link.LinkWriter(theirs, asyncio.get_running_loop())
+        threads = [threading.Thread(target=write, args=(writer, name)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        await asyncio.sleep(0.05)
+        assert writer._left, "the socket holds less"
+        reader, _kept = await asyncio.open_connection(sock=ours)
+        found: dict[str, list[int]] = {"a": [], "b": []}
+        while sum(map(len, found.values())) < 600:
+            message = await link.read_message(reader)
+            assert message is not None
+            assert message["text"] == message["kind"] * 3000
+            found[message["kind"]].append(message["number"])
+        assert found == {"a": [*range(300)], "b": [*range(300)]}
+        await asyncio.wait_for(writer.flush(), 1)
+        for thread in threads:
+            thread.join()
+        write(writer, "a")
+        assert writer._left
+        _kept.close()
+        await asyncio.wait_for(writer.flush(), 5)
+        write(writer, "a")
+        assert not writer._left
+
+    asyncio.run(main())
+
+
 def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(checkpoint, **OPTIONS)
 
@@ -174,7 +209,7 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
     sink = Sink()
 
     async def main() -> None:
-        worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+        worker = Worker(cast("asyncio.StreamReader", None), cast("link.LinkWriter", sink))
         await worker._swap(_Engine(llm, PhaseTimes(NVTX), cast("EngineThread", None)), 3, {})
 
     asyncio.run(main())
