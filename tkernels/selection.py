@@ -47,7 +47,7 @@ class KernelSet:
     axes: OpAxes = field(default_factory=dict, repr=False)
     """What it was chosen for: the ops that the model calls, and the whole range of axes that it calls them with."""
 
-    @property
+    @functools.cached_property
     def arm(self) -> dict[str, str]:
         """op -> variant name, with pinned values in brackets; what a results row is labelled with."""
         return {op: kernel.label for op, kernel in sorted(self.running.items())}

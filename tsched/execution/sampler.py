@@ -131,16 +131,17 @@ class Sampler:
                 which nobody reads. None where no row can have one.
         """
         table = self._table
-        tokens, finite = _most_likely_tokens(logits)
         plain = table.plain[rows]
         if epochs is not None:
             plain |= table.epoch[rows] != epochs
-        if plain.all():
-            return Sampled(_mark(NOT_FINITE, tokens, finite), None, _NO_FAULTS)
         special = np.flatnonzero(~plain)
-        if special.size == rows.size:
+        if special.size and special.size == rows.size:
+            finite: torch.Tensor | None = logits.amax(dim=-1).isfinite()
             tokens, faults = self._choose(logits.clone(), rows, lengths)
         else:
+            tokens, finite = _most_likely_tokens(logits)
+            if not special.size:
+                return Sampled(_mark(NOT_FINITE, tokens, finite), None, _NO_FAULTS)
             index = _send_beside(special, logits)
             chosen, faults = self._choose(logits.index_select(0, index), rows[special], lengths[special])
             tokens.index_copy_(0, index, chosen)

@@ -295,5 +295,15 @@ def _describe(app: FastAPI) -> dict[str, Any]:
             [(kind, "validation") for kind in records], ref_template="#/components/schemas/{model}"
         )
         document["components"]["schemas"].update(bodies["$defs"])
+        _drop_fastapis_errors(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _drop_fastapis_errors(document: dict[str, Any]) -> None:
+    """Takes out the answers of a validation that no request meets: each route checks what it reads, and answers 400."""
+    for methods in document["paths"].values():
+        for route in methods.values():
+            route["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

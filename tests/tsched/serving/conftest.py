@@ -21,7 +21,7 @@ from tsched.serving.listening import open_socket
 
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "block_size": 4, "kv_cache_bytes": 1 << 20}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{{ '!' if loud }}{% endif %}"
 
 
 class RunningServer:

@@ -250,37 +250,6 @@ def test_a_conversation_is_tokenized_as_its_chat_is(server: RunningServer, token
         assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
-VARIED: list[dict[str, Any]] = [
-    {"logit_bias": {"260": 100.0}},
-    {"allowed_token_ids": [5, 6, 7]},
-    {"bad_words": [">", [7, 8]]},
-    {"top_k": 1},
-    {"top_k": 2, "min_p": 0.3},
-    {"min_tokens": 12, "stop_token_ids": [33, 34, 35]},
-    {"ignore_eos": True, "frequency_penalty": 2.0},
-    {"repetition_penalty": 3.0, "top_p": 0.5},
-    {"presence_penalty": -2.0},
-    {"stop": ["H"], "include_stop_str_in_output": True},
-    {"skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"0": 100.0}},
-    {"n": 3},
-    {"truncate_prompt_tokens": 3},
-]
-
-
-@pytest.mark.parametrize("varied", VARIED, ids=lambda one: "+".join(one))
-def test_each_sampling_parameter_has_the_engines_effect(
-    varied: dict[str, Any], server: RunningServer, llm: LLM
-) -> None:
-    sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
-    body = {"model": "random", "prompt": PROMPTS[0], **sampling}
-    biases = varied.get("logit_bias")
-    own = varied if biases is None else varied | {"logit_bias": {int(one): bias for one, bias in biases.items()}}
-    (expected,) = generate(llm, [PROMPTS[0]], **sampling, **own)
-    found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
-    assert found == [one.text for one in expected.outputs]
-    assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
-
-
 def test_what_stopped_a_choice_is_said(server: RunningServer, llm: LLM) -> None:
     sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
     (output,) = generate(llm, [PROMPTS[0]], **sampling)

@@ -5,6 +5,7 @@ A field that OpenAI adds is in no table here, and fails the walk.
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -17,6 +18,8 @@ from openai.types.chat.chat_completion_stream_options_param import ChatCompletio
 
 from tests.tsched.serving.conftest import OPTIONS, Answer, RunningServer
 from tsched import LLM, SamplingParams
+from tsched.serving.protocol.chat import ChatRequest
+from tsched.serving.protocol.completions import CompletionRequest
 
 PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 KINDS = {
@@ -215,6 +218,76 @@ def test_each_field_has_its_effect_or_is_refused(api: str, name: str, server: Ru
         answer = one.post(**{name: UNSUPPORTED[name]})
         assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "unsupported_parameter", name)
     assert one.post(**{name: None}).status == (400 if name in ("model", "prompt", "messages") else 200)
+
+
+def render_without_a_prompt(one: Asker) -> None:
+    assert one.texts(add_generation_prompt=False) == one.generate(f"<user>{PROMPT}")
+    assert one.texts(add_generation_prompt=True) == one.generate()
+
+
+def go_on_with_the_last_message(one: Asker) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "    ret"}]
+    asked = {"messages": messages, "add_generation_prompt": False}
+    assert one.texts(**asked, continue_final_message=True) == one.generate(f"{RENDERED}    ret")
+
+
+def set_a_variable(one: Asker) -> None:
+    assert one.texts(chat_template_kwargs={"loud": True}) == one.generate(f"{RENDERED}!")
+    assert "reads loud" in one.post(chat_template_kwargs={"lout": True}).error["message"]
+
+
+def go_first(one: Asker) -> None:
+    """What the engine is given: tests/tsched/serving/test_operations.py; what it does: tests/tsched."""
+    assert one.texts(priority=-3) == one.generate()
+    assert one.post(priority=2**31).error["param"] == "priority"
+
+
+def keep_a_cache_apart(one: Asker) -> None:
+    """What no other tenant finds: tests/tsched/serving/test_answers.py."""
+    assert one.texts(cache_salt="s") == one.generate()
+
+
+VLLMS: dict[str, tuple[Any, dict[str, Any]] | Callable[[Asker], None]] = {
+    "top_k": (1, {"top_k": 1}),
+    "min_p": (0.5, {"min_p": 0.5}),
+    "repetition_penalty": (3.0, {"repetition_penalty": 3.0}),
+    "truncate_prompt_tokens": (3, {"truncate_prompt_tokens": 3}),
+    "stop_token_ids": (list(range(5, 150)), {"stop_token_ids": range(5, 150)}),
+    "allowed_token_ids": ([5, 6, 7], {"allowed_token_ids": [5, 6, 7]}),
+    "bad_words": ([[one] for one in range(5, 205)], {"bad_words": [[one] for one in range(5, 205)]}),
+    "structured_outputs": ({"regex": "[ab]{8}"}, {"structured_outputs": {"regex": "[ab]{8}"}}),
+    "min_tokens": (9, {"min_tokens": 9}),
+    "ignore_eos": (True, {"ignore_eos": True}),
+    "include_stop_str_in_output": (True, {"include_stop_str_in_output": True}),
+    "skip_special_tokens": (False, {"skip_special_tokens": False}),
+    "add_generation_prompt": render_without_a_prompt,
+    "continue_final_message": go_on_with_the_last_message,
+    "chat_template_kwargs": set_a_variable,
+    "priority": go_first,
+    "cache_salt": keep_a_cache_apart,
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    # without which the field could say nothing
+    "min_tokens": {"logit_bias": {"0": 5}, "max_tokens": 12},
+    "ignore_eos": {"logit_bias": {"0": 5}},
+    "skip_special_tokens": {"logit_bias": {"0": 5}, "ignore_eos": True},
+    "include_stop_str_in_output": {"stop": list(string.ascii_letters)},
+}
+OWN = {"text": set(CompletionRequest.model_fields), "chat": set(ChatRequest.model_fields)}
+EXTRAS = [(api, name) for api in PATHS for name in sorted(OWN[api] - fields_of(api))]
+
+
+@pytest.mark.parametrize(("api", "name"), EXTRAS)
+def test_each_field_that_openai_has_not_has_its_effect(api: str, name: str, server: RunningServer, llm: LLM) -> None:
+    one, entry = Asker(api, server, llm), (VLLMS | LIKE_THE_ENGINE)[name]
+    if not isinstance(entry, tuple):
+        entry(one)
+        return
+    value, own = entry
+    beside = BESIDE.get(name, {})
+    biases = {int(token): bias for token, bias in beside.get("logit_bias", {}).items()}
+    offline = beside | ({"logit_bias": biases} if biases else {})
+    assert one.texts(**beside, **{name: value}) == one.generate(**offline, **own) != one.generate(**offline)
 
 
 def literal_of(kind: Any, name: str) -> str:
