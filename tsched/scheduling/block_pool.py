@@ -91,6 +91,8 @@ class BlockPool:
         without a reference are free.
         """
         index, refs = self._distinct(blocks, "released")
+        if np.count_nonzero(refs == 1) == refs.size:
+            return self._release_last(blocks, index)
         self._require(refs, blocks, "released", "nobody refers to one")
         refs -= 1
         self._refs[index] = refs
@@ -103,6 +105,17 @@ class BlockPool:
         if num_cached < num_unused:
             self._push(blocks if num_cached == 0 and num_unused == blocks.size else blocks[is_unused & ~is_cached])
         self._num_cached += num_cached
+        return blocks[is_cached] if num_cached else NO_BLOCKS
+
+    def _release_last(self, blocks: BlockIds, index: NDArray[np.intp]) -> BlockIds:
+        """`release` of `blocks`, at `index`, with one reference each."""
+        self._refs[index] = 0
+        is_cached = self._kept[index]
+        num_cached = int(np.count_nonzero(is_cached))
+        self._num_cached += num_cached
+        if num_cached == blocks.size:
+            return blocks
+        self._push(blocks[~is_cached] if num_cached else blocks)
         return blocks[is_cached] if num_cached else NO_BLOCKS
 
     def release_each(self, lists: list[BlockIds]) -> list[BlockIds]:
@@ -128,7 +141,7 @@ class BlockPool:
         self._kept[index] = True
 
     def keep_unshared(self, blocks: BlockIds) -> BlockIds:
-        """`keep` of the first of `blocks`, up to one that has several references. Returns those, a copy."""
+        """`keep` of the first of `blocks`, up to one that has several references. Returns those."""
         refs = self._refs.take(blocks)
         is_single = refs == 1
         if np.count_nonzero(is_single) < blocks.size:
@@ -138,7 +151,7 @@ class BlockPool:
         if np.count_nonzero(self._kept[index]):
             raise RuntimeError(f"blocks {blocks.tolist()} cannot be kept: one is kept already")
         self._kept[index] = True
-        return blocks.copy()
+        return blocks
 
     def forget(self, blocks: BlockIds) -> None:
         """The prefix cache keeps `blocks` no longer; those without a reference are free now."""

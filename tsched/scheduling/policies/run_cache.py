@@ -141,7 +141,7 @@ class RunCache(ABC, Generic[AnyRun]):
         pool = self._pool
         inserted = [blocks for _, blocks, _ in computed]
         ends = [num_computed // pool.block_size for _, _, num_computed in computed]
-        joint = np.concatenate([NO_BLOCKS, *[blocks[:end] for blocks, end in zip(inserted, ends, strict=True)]])
+        joint = _join([blocks[:end] for blocks, end in zip(inserted, ends, strict=True)])
         is_kept = pool.is_kept(joint)
         num_new = joint.size - np.count_nonzero(is_kept)
         if num_new == 0:
@@ -162,7 +162,7 @@ class RunCache(ABC, Generic[AnyRun]):
                 new.append(blocks[start:end])
         if runs:
             self._note(runs, new)
-            pool.keep(np.concatenate(new))
+            pool.keep_unshared(_join(new))
         for i in searching:
             inserted[i] = self.insert(*computed[i])
         return inserted
@@ -215,7 +215,7 @@ class RunCache(ABC, Generic[AnyRun]):
         """`runs` [n], each under its first block, have the `blocks` [n] from now on."""
         firsts = [int(run.blocks[0]) for run in runs]
         self._run_of.update(zip(firsts, runs, strict=True))
-        index = np.concatenate(blocks).astype(np.intp)
+        index = _join(blocks).astype(np.intp)
         self._first_of[index] = firsts[0] if len(runs) == 1 else np.repeat(firsts, [one.size for one in blocks])
 
     def _trim(self, leaf: AnyRun, count: int) -> None:
@@ -227,3 +227,10 @@ class RunCache(ABC, Generic[AnyRun]):
         self._remove(leaf)
         del self._run_of[int(leaf.blocks[0])]
         leaf.blocks = NO_BLOCKS
+
+
+def _join(blocks: list[BlockIds]) -> BlockIds:
+    """All `blocks`; one alone is not copied."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate(blocks) if blocks else NO_BLOCKS
