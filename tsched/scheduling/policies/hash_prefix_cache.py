@@ -121,8 +121,8 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
 
     def prepare(self, sequence: Sequence) -> None:
         count = sequence.tokens.size // self._pool.block_size
-        if count and self._has_first_of(sequence):
-            self._digests(sequence, count)
+        if count and self._has_first_of(sequence):  # what a lookup will compare
+            self._complete(self._run_at[self._digests(sequence, count)[:DIGEST_SIZE]])
 
     def _has_first_of(self, sequence: Sequence) -> bool:
         digests = sequence.prefix or self._digests(sequence, 1)
