@@ -141,17 +141,19 @@ class RunCache(ABC, Generic[AnyRun]):
         pool = self._pool
         inserted = [blocks for _, blocks, _ in computed]
         ends = [num_computed // pool.block_size for _, _, num_computed in computed]
-        joint = _join([blocks[:end] for blocks, end in zip(inserted, ends, strict=True)])
+        joint = _join([blocks[:end] for blocks, end in zip(inserted, ends, strict=True) if end])
         is_kept = pool.is_kept(joint)
         num_new = joint.size - np.count_nonzero(is_kept)
         if num_new == 0:
             return inserted
-        if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
+        fresh = joint if num_new == joint.size else joint[~is_kept]
+        if np.count_nonzero(pool.refs(fresh) == 1) < num_new:
             return [self.insert(*one) for one in computed]
         new, runs, searching, place = [], [], [], 0
         for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
-            start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
-            place += end
+            start = 0
+            if fresh is not joint:
+                start, place = int(np.count_nonzero(is_kept[place : place + end])), place + end
             if start == end:
                 continue
             run = self._add_unknown(computed[i][0], blocks[:end], start)
