@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,10 @@ class BlockPool:
             return [NO_BLOCKS] * len(lists)
         if cached.size == joint.size:
             return lists
-        return [blocks[self._kept.take(blocks)] for blocks in lists]
+        before = np.zeros(joint.size + 1, np.int64)  # how many of the blocks before each place are cached
+        np.cumsum(self._kept.take(joint), out=before[1:])
+        ends = [0, *before[np.cumsum([blocks.size for blocks in lists])].tolist()]
+        return [cached[begin:end] for begin, end in pairwise(ends)]
 
     def keep(self, blocks: BlockIds) -> None:
         """The prefix cache keeps `blocks`, which are referenced and not kept yet, past their last reference."""
