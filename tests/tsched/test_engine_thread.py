@@ -74,6 +74,21 @@ def test_one_list_a_step_holds_what_generate_gives(llm: LLM) -> None:
     assert listener.ends == [None]
 
 
+def test_requests_that_come_together_begin_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the form of one is compiled first; so their batches, and what is drawn, are generate's."""
+    listener, counts = Listener(), list[int]()
+    step = llm._engine.step
+    monkeypatch.setattr(llm._engine, "step", lambda: (counts.append(len(llm._engine._requests)), step())[1])
+    form = {"regex": "[ab]{30}"}
+    thread = listener.start(llm)
+    params = [SamplingParams(n=2, seed=1, max_tokens=4), SamplingParams(max_tokens=4, structured_outputs=form)]
+    thread.submit(*(llm.make_ticket(str(i), PROMPTS[3 + i], one) for i, one in enumerate(params)))
+    thread.drain()
+    thread.join()
+    assert counts[0] == 3
+    assert [one.is_last for name in "01" for one in listener.of(name)].count(True) == 2
+
+
 def test_every_request_is_told_of_the_threads_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     listener = Listener()
     step, steps = llm._engine.step, iter(range(3))

@@ -135,6 +135,12 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.world is not None
         self.world.run_out_of_memory()
 
+    @precondition(lambda self: self.world.pages.under_way)
+    @rule()
+    def lose_the_tokens(self) -> None:
+        assert self.world is not None
+        self.world.lose_the_tokens()
+
     @invariant()
     def holds(self) -> None:
         if self.world is not None:
@@ -154,7 +160,8 @@ EVENTS = {
     *("fork a group", "fork running", "fork waiting", "fork swapped out", "refuse a fork", "replace the last token"),
     *("abort running", "abort while a plan runs it", "abort waiting", "abort waiting with blocks", "abort swapped out"),
     *("preempt", "swap out", "swap in", "copy on write", "give up a waiting one's blocks", "lose a step"),
-    *("run out of memory", "run out of memory, others stay"),
+    *("run out of memory", "run out of memory, others stay", "lose what was held"),
+    *("lose the tokens", "lose the tokens while a plan runs"),
     *("prefix hit (blocks)", "evict (blocks)", "adopt an equal block", "finish: stop", "finish: length", "wind up"),
     *("order: fcfs", "order: priority", "preemption: recompute", "preemption: swap"),
     *("prefix_cache: none", "prefix_cache: hash", "prefix_cache: radix"),

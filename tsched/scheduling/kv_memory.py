@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -257,6 +258,16 @@ class KVMemory:
         self.drop(last)
         self.cache.prepare(last)  # it will look for its tokens like a newcomer
         return last
+
+    def drop_from_host(self, sequences: Iterable[Sequence], blocks: BlockIds) -> int:
+        """Drops what those of `sequences` hold that hold any of the host's `blocks` [n], which were never written.
+        Returns how many did.
+        """
+        holding = [one for one in sequences if one.host_blocks.size and np.isin(one.host_blocks, blocks).any()]
+        for one in holding:
+            self.drop(one)
+            self.cache.prepare(one)  # it will look for its tokens like a newcomer
+        return len(holding)
 
     def drop(self, sequence: Sequence) -> None:
         """The waiting `sequence` holds nothing any more."""

@@ -276,8 +276,9 @@ class Scheduler:
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
 
-        Those that have stopped or given way since are left alone. What waiting sequences hold is given up: forks hold
-        blocks that the plan was to write. Returns the sequences that ended.
+        None of its copies and writes need have been made. Those of its sequences that have stopped or given way since
+        are left alone. What waiting sequences hold is given up where the plan was to write it: forks hold blocks of its
+        rows, and sequences that it swapped out blocks of the host. Returns the sequences that ended.
         """
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise RuntimeError("plans are lost in the order in which they were made")
@@ -285,6 +286,7 @@ class Scheduler:
         self._memory.free_restored(under_way.copies)
         while self._memory.give_up() is not None:
             self.counters.num_given_up += 1
+        self.counters.num_given_up += self._memory.drop_from_host(self._unfinished.values(), plan.swap_outs[1])
         table = self.table
         planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
         planned |= {row: epoch for row, epoch, _ in under_way.prefills}

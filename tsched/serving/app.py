@@ -38,17 +38,9 @@ from tsched.serving.protocol.tokenization import (
     TokenizerInfo,
     Tokens,
 )
-from tsched.serving.requests import check_ids, check_model
-from tsched.serving.text import TextCodec, check_text, no_tokenizer
+from tsched.serving.requests import check_ids, check_model, tokenize_request
+from tsched.serving.text import TextCodec, no_tokenizer
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    completions.CompletionRequest,
-    chat.ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    admin.SwapRequest,
-    chat.ChatChunk,
-)
 _STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
 _BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
@@ -93,6 +85,7 @@ def create_app(
         redoc_url=None,
     )
     app.state.front_end = front
+    app.state.records = set()  # of bodies that routes read themselves, for the OpenAPI document
     _add_errors(app)
     _add_generation(app, front)
     _add_models(app, front)
@@ -148,6 +141,7 @@ def _post(
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
     content = {} if chunk is None else {_STREAM: _describe_events(chunk)}
+    app.state.records |= {kind, chunk} - {answer, None}
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
 
@@ -203,12 +197,13 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, as vLLM has it."""
         asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
-        facts, codec = front.facts(), need_codec("prompt")
+        facts, codec = front.facts(), need_codec("prompt" if asked.messages is None else "messages")
         check_model(asked.model, facts)
-        check_text(asked.prompt, codec, facts.max_model_len, "prompt")
-        special = asked.add_special_tokens is not False
-        ids = await _off_loop(front, lambda: codec.encode(asked.prompt, add_special_tokens=special))
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": facts.max_model_len})
+        asked.check_forms()
+        ids = await _off_loop(front, lambda: tokenize_request(asked, facts, codec, front.chats))
+        names = [codec.token_name(one) for one in ids] if asked.return_token_strs else None
+        tokens = Tokens(tokens=ids, token_strs=names, count=len(ids), max_model_len=facts.max_model_len)
+        return JSONResponse(tokens.model_dump())
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:
@@ -295,9 +290,20 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the bodies that the routes read themselves."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
+        records = sorted(app.state.records, key=lambda kind: str(kind.__name__))
         _, bodies = models_json_schema(
-            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
+            [(kind, "validation") for kind in records], ref_template="#/components/schemas/{model}"
         )
         document["components"]["schemas"].update(bodies["$defs"])
+        _drop_fastapis_errors(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _drop_fastapis_errors(document: dict[str, Any]) -> None:
+    """Takes out the answers of a validation that no request meets: each route checks what it reads, and answers 400."""
+    for methods in document["paths"].values():
+        for route in methods.values():
+            route["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

@@ -6,7 +6,8 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -58,6 +59,7 @@ class EngineRequest:
         sampling: Keywords of SamplingParams, those that are not at their defaults, each a JSON value.
         priority: Lower goes first, with order="priority".
         cache_salt: Only requests of one salt share cached prefixes.
+        is_whole: Whether nobody is shown anything before the end: its consumer takes deltas that start over.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class EngineRequest:
     sampling: Mapping[str, Any]
     priority: int = 0
     cache_salt: str = ""
+    is_whole: bool = False
 
 
 class TokenScores(NamedTuple):
@@ -118,6 +121,7 @@ class Delta(NamedTuple):
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
         at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
+        starts_over: Whether what came before is void: another engine serves the request anew.
     """
 
     samples: list[SampleDelta]
@@ -127,6 +131,17 @@ class Delta(NamedTuple):
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
     at_fault: str | None = None
+    starts_over: bool = False
+
+
+def count_numbers(token_ids: Sequence[int], logprobs: Sequence[Sized] | None) -> int:
+    """Token ids and log-probabilities of a part of a completion, which are nearly all of its memory.
+
+    Args:
+        token_ids: New ones.
+        logprobs: Of each place those of its tokens; None unless asked for.
+    """
+    return len(token_ids) + sum(map(len, logprobs or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +227,8 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
-        raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
+        words = re.findall(r"\w+", message)
+        raise RequestRefusedError(message, next((word for word in words if word in sampling), None)) from error
 
 
 class EngineUnavailableError(TKernelsError, RuntimeError):
@@ -246,6 +262,10 @@ class DeltaStream(Protocol):
             EngineFailedError: The engine failed while it served the request.
         """
 
+    @property
+    def num_unread(self) -> int:
+        """Numbers that wait to be taken, see `count_numbers`."""
+
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""
 
@@ -264,11 +284,19 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Loads the model and returns when it is ready; whatever the loading raises is raised here."""
 
-    def submit(self, request: EngineRequest) -> DeltaStream:
-        """Begins to serve a request.
+    def check_open(self) -> None:
+        """Checks that new requests are to be let in.
 
         Raises:
-            RequestRefusedError: Its sampling parameters are none.
+            EngineUnavailableError: None are now. One that was let in before may be submitted, unless the engine drains.
+            EngineFailedError: The engine failed for good.
+        """
+
+    def submit(self, *requests: EngineRequest) -> Sequence[DeltaStream]:
+        """Begins to serve requests, all before the same step of the engine; while it restarts, they wait for it.
+
+        Raises:
+            RequestRefusedError: The sampling parameters of one are none.
             EngineUnavailableError: No request is taken now.
             EngineFailedError: The engine failed for good.
         """
@@ -293,9 +321,6 @@ class EngineClient(Protocol):
             RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
-
-    async def drain(self) -> None:
-        """Takes no more requests and returns when all have ended."""
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the engine, in any state."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ class FrontEnd:
         chat_template: A file that takes the place of the model's own.
 
     Attributes:
+        limits: As given; once the model is loaded, with the bounds that follow from it.
         metrics: What is counted and measured.
         codec: The model's tokenizer; None where it has none, or before it is loaded.
         template: Its chat template; the same.
@@ -121,6 +123,10 @@ class FrontEnd:
         if self._admission is None:
             self.facts()
             raise unavailable("the model is being loaded", 1.0)
+        try:
+            self.client.check_open()
+        except EngineUnavailableError as error:
+            raise unavailable(str(error), error.retry_after) from None
         return self._admission
 
     async def read_form(self, form: StructuredOutputsParams) -> None:
@@ -152,12 +158,13 @@ class FrontEnd:
             if facts.tokenizer_directory is not None:
                 await asyncio.to_thread(self._read_tokenizer, Path(facts.tokenizer_directory))
             limits = self.limits
+            max_in_flight = limits.max_in_flight or 4 * facts.max_num_seqs
+            max_waiting_tokens = limits.max_waiting_tokens or 2 * facts.num_cache_tokens
+            self.limits = replace(limits, max_in_flight=max_in_flight, max_waiting_tokens=max_waiting_tokens)
             self._admission = Admission(
-                limits.max_in_flight or 4 * facts.max_num_seqs,
-                limits.max_waiting_tokens or 2 * facts.num_cache_tokens,
-                limits.requests_per_minute,
-                limits.tokens_per_minute,
+                max_in_flight, max_waiting_tokens, limits.requests_per_minute, limits.tokens_per_minute
             )
+            LOG.info("the model %s is served", facts.name)
         except Exception as error:
             self.load_error = error
             LOG.error("the model cannot be served: %s", error)

@@ -10,7 +10,9 @@ Loads no torch, so that the front end stays small. A message is a dict with its 
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
+import threading
 from typing import Any
 
 import msgpack
@@ -47,6 +49,56 @@ def encode_message(message: Message) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+class LinkWriter:
+    """The sending end of a link, for any thread: frames leave in the order of the calls, and no call waits.
+
+    What the socket does not take at once is kept, and the event loop sends it later. So a frame of the engine's thread
+    wakes no other thread of the process.
+
+    Args:
+        link: Does not block; this has a descriptor of its own for it.
+        loop: Sends what is left.
+    """
+
+    def __init__(self, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._socket = link.dup()
+        self._socket.setblocking(False)
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._left = bytearray()  # under the lock: bytes that the socket did not take
+
+    def write(self, frame: bytes) -> None:
+        """Sends a frame; nothing happens where the peer has closed the link."""
+        with self._lock:
+            if self._left:  # the loop is at it
+                self._left += frame
+                return
+            num_sent = self._try_send(frame)
+            if num_sent < len(frame):
+                self._left += frame[num_sent:]
+                self._loop.call_soon_threadsafe(self._loop.add_writer, self._socket.fileno(), self._send_left)
+
+    async def flush(self) -> None:
+        """Waits until the socket has taken all that was written."""
+        while self._left:
+            await asyncio.sleep(0.002)
+
+    def _send_left(self) -> None:
+        with self._lock:
+            del self._left[: self._try_send(self._left)]
+            if not self._left:
+                self._loop.remove_writer(self._socket.fileno())
+
+    def _try_send(self, data: bytes | bytearray) -> int:
+        """Sends what the socket takes now and returns how much; all of it is lost where nobody reads any more."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # who reads the link hears of its end
+            return len(data)
+
+
 async def read_message(reader: asyncio.StreamReader) -> Message | None:
     """The next message; None where the peer has closed the link between two.
 
@@ -75,7 +127,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
 
 def delta_of(written: list[Any]) -> Delta:
     """The Delta that a message has as lists."""
-    samples, is_last, error, num_cached, prompt_logprobs, times, at_fault = written
+    samples, is_last, error, num_cached, prompt_logprobs, times, *others = written
     return Delta(
         [SampleDelta(s, ids, text, scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
         is_last,
@@ -83,7 +135,7 @@ def delta_of(written: list[Any]) -> Delta:
         num_cached,
         None if prompt_logprobs is None else [None if one is None else TokenScores(*one) for one in prompt_logprobs],
         None if times is None else RequestTimes(*times),
-        at_fault,
+        *others,
     )
 
 
@@ -106,6 +158,7 @@ def join_deltas(one: Delta, other: Delta) -> Delta:
         other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
         other.times,
         other.at_fault if one.error is None else one.at_fault,
+        one.starts_over,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 from tsched.torch_free import TKernelsError
@@ -31,3 +32,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise ServerStartError(f"cannot listen at {host}:{port}: {reason}") from error
     listening.setblocking(False)
     return listening
+
+
+def allow_all_files() -> None:
+    """Lets this process have as many open files as it ever may, for each connection is one; shells give it 1,024."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -61,6 +61,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({**GPTQ_4, "bits": 3, "group_size": 48}, "group_size 48; supported are -1 .* multiples of 32 at 3 bits"),
         ({**GPTQ_4, "group_size": 96}, r"layers\.0\.self_attn\.q_proj: group_size 96 does not divide its 128 inputs"),
         ({**GPTQ_4, "checkpoint_format": "marlin"}, "checkpoint_format: .*'gptq' or 'gptq_v2', got 'marlin'"),
+        ({**GPTQ_4, "checkpoint_format": None, "format": "bitblas"}, "gptq: format: .*'gptq_v2', got 'bitblas'"),
         ({**GPTQ_4, "is_marlin_format": True}, "is_marlin_format: .*False, got True"),
         ({**GPTQ_4, "pack_dtype": "int8"}, "pack_dtype: .*'int32', got 'int8'"),
         ({**GPTQ_4, "dynamic": {"+:.*": {"bits": 6}}}, r"dynamic\['\+:\.\*'\]: bits: 6 bits; supported are .*planar"),

@@ -126,7 +126,7 @@ async def drive(soak: Soak, seconds: float) -> None:
 def check_counts(soak: Soak) -> list[str]:
     """What does not add up after the load."""
     found, wrong = soak.served.measure(), [f"a client saw: {fault}" for fault in soak.faults]
-    received, refused = found["tkernels_requests_received_total"], found.get("tkernels_requests_refused_total", 0)
+    received, refused = found["tkernels_requests_received_total"], found["tkernels_requests_refused_total"]
     if received != refused + found["vllm:request_success_total"]:
         wrong.append(f"received {received:.0f}, refused {refused:.0f}, {found['vllm:request_success_total']:.0f} ended")
     sent = sum(soak.answers.values())
@@ -145,6 +145,16 @@ def find_sizes(served: Served) -> dict[str, int]:
     return files | {f"threads of the {name}": len(os.listdir(f"/proc/{pid}/task")) for name, pid in processes.items()}
 
 
+def find_grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Which sizes grew, but for the threads that tokenize, which start when they are first needed."""
+    may_start = ServerLimits().tokenizer_threads
+    return [
+        f"{name}: {before[name]} before, {size} after"
+        for name, size in after.items()
+        if size > before[name] + (may_start if name == "threads of the front end" else 0)
+    ]
+
+
 def run(model: Path, folder: Path, seconds: float) -> tuple[Soak, list[str]]:
     """(what was seen, what is wrong); the server's log is in `folder`."""
     options = ["--max-num-seqs", "8", "--prefix-cache", "none"]
@@ -152,9 +162,7 @@ def run(model: Path, folder: Path, seconds: float) -> tuple[Soak, list[str]]:
         soak, before = Soak(served), find_sizes(served)
         asyncio.run(drive(soak, seconds))
         wrong = check_counts(soak)
-        for name, size in find_sizes(served).items():
-            most = before[name] + (ServerLimits().tokenizer_threads if name.startswith("threads") else 0)
-            wrong += [f"{name}: {before[name]} before, {size} after"] if size > most else []
+        wrong += find_grown(before, find_sizes(served))
         grown = {"front end": slope(soak.front), "worker": slope(soak.worker)}
         if seconds >= 60 * _POOLS_FILL:
             wrong += [f"the {name} grows by {mb:.2f} MB a minute" for name, mb in grown.items() if mb >= MOST_GROWTH]
@@ -167,7 +175,7 @@ def print_figures(soak: Soak, seconds: float, grown: dict[str, float]) -> None:
     print(f"{sum(soak.answers.values())} requests in {seconds / 60:g} minutes: {dict(soak.answers.most_common())}")
     names = {"received": "tkernels_requests_received_total", "refused": "tkernels_requests_refused_total",
              "finished": "vllm:request_success_total", "output tokens": "vllm:generation_tokens_total"}  # fmt: skip
-    print(", ".join(f"{what} {found.get(name, 0):.0f}" for what, name in names.items()))
+    print(", ".join(f"{what} {found[name]:.0f}" for what, name in names.items()))
     for (who, mb), sizes in zip(grown.items(), (soak.front, soak.worker), strict=True):
         since = ", since its restart" if who == "worker" else ""
         print(f"memory of the {who}{since}: {sizes[-1][1] / 1e6:.0f} MB, {mb:+.2f} MB a minute")

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 from tests.tsched.serving.conftest import RunningServer
 from tsched.serving.docs_page import render_docs
@@ -33,6 +34,9 @@ class Page(HTMLParser):
 
 def test_the_page_has_every_route_and_field_and_needs_no_network(server: RunningServer) -> None:
     answer, document = server.get("/docs"), server.get("/openapi.json").json
+    assert "422" not in {
+        status for one in document["paths"].values() for way in one.values() for status in way["responses"]
+    }
     page, text = Page(answer.body.decode()), answer.body.decode()
     assert (answer.status, page.open) == (200, [])
     assert document["paths"].keys() <= page.words
@@ -47,6 +51,17 @@ def test_the_page_has_every_route_and_field_and_needs_no_network(server: Running
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert answer.headers["content-security-policy"].startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
     assert server.get("/redoc").status == server.get("/docs/oauth2-redirect").status == 404
+
+
+def test_the_page_of_docs_lists_every_route_and_every_metric_of_our_own(server: RunningServer) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+    paths = {path.replace("{model}", "{id}") for path in server.get("/openapi.json").json["paths"]}
+    assert not {path for path in paths if not re.search(rf"(GET|POST) {re.escape(path)}`", text)}
+    metrics = set(re.findall(r"^# TYPE (tkernels_\w+)", server.get("/metrics").body.decode(), flags=re.MULTILINE))
+    metrics = {name for name in metrics if not name.endswith("_created")}
+    assert len(metrics) > 8
+    shown = {name.removesuffix("…") for name in re.findall(r"`(tkernels_\w+…?)", text)}
+    assert not {name for name in metrics if not any(name == one or name.startswith(one) for one in shown)}
 
 
 def test_what_a_document_says_is_text_on_the_page() -> None:

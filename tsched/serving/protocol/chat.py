@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, Field
 
 from tsched.serving.protocol.sampling import (
     FinishReason,
     GenerationRequest,
     Items,
+    OnlyFalse,
     TopLogprobs,
     Unsupported,
     Usage,
@@ -19,14 +20,6 @@ from tsched.serving.protocol.sampling import (
 MAX_MESSAGES = 4096
 
 
-def _check_bool(value: Any) -> Any:
-    """Refuses 0, which equals false; Literal would take it."""
-    if not isinstance(value, bool):
-        raise ValueError("should be false")
-    return value
-
-
-OnlyFalse: TypeAlias = Annotated[Literal[False], BeforeValidator(_check_bool)]
 Nothing: TypeAlias = Annotated[list[None], Field(max_length=0)] | None
 
 
@@ -53,15 +46,24 @@ class Message(WireModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationRequest):
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ConversationRequest(WireModel):
+    """What a chat template is rendered with."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class ChatRequest(GenerationRequest, ConversationRequest):
+    messages: Messages
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     # Without effect, see docs/serving.md.
     metadata: dict[str, str] | None = None
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
