@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tsched.requests.errors import ArgumentError
+
 BlockIds = NDArray[np.int32]
 
 NO_BLOCKS: BlockIds = np.empty(0, dtype=np.int32)
@@ -28,7 +30,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"a block pool needs num_blocks >= 1 and block_size >= 1, got {num_blocks} and {block_size}"
             )
         self.num_blocks = num_blocks
