@@ -19,7 +19,8 @@ from tsched.serving.link import encode_message
 
 SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE, MUMBLE_ONCE = range(1, 10)
 """Prompts of one token: say one token and no more; say nothing in the first life; fail; step no more; two tokens and
-the end; send what is no message; say nothing in any life; say one token and no more in the first life; the same without text.
+the end; send what is no message; say nothing in any life; say one token and no more in the first life; the same
+without text.
 """
 
 FACTS: dict[str, Any] = {
