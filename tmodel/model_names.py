@@ -62,11 +62,7 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
     if not isinstance(model, str | Path) or model == "":  # Path("") would be the working directory
         raise ValueError(f"model must be a name or a path, got {model!r}")
     directory = Path(model)
-    try:
-        is_directory = directory.is_dir()
-    except OSError as error:  # no name that the file system takes
-        raise ConfigError(f"model {reprlib.repr(str(model))}: {error.strerror}") from None
-    if is_directory or isinstance(model, Path):
+    if _is_directory(directory) or isinstance(model, Path):
         return directory_model(directory, architectures)
     if model.startswith(RANDOM):
         return random_model(model.removeprefix(RANDOM))
@@ -90,10 +86,18 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
 
 def directory_model(directory: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model in `directory`. ConfigError where that is no directory, or its model cannot be served."""
-    if not directory.is_dir():
+    if not _is_directory(directory):
         refuse_gguf(directory)
         raise ConfigError(f"{directory} is not a directory")
     return ModelPlan(directory.name, load_config(directory, architectures), lambda: directory, directory)
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether there is such a directory; ConfigError where the file system takes no such name, or does not say."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"model {reprlib.repr(str(path))}: {error.strerror}") from None
 
 
 def preset_model(preset: str) -> ModelPlan:

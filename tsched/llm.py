@@ -40,8 +40,6 @@ def use_alone(
                 "one thread uses it at a time. AsyncLLM serves requests as they come"
             )
         try:
-            if llm._is_closed:
-                raise UsageError("this LLM was closed")
             return method(llm, *arguments, **named)
         finally:
             llm._in_use.release()
@@ -74,6 +72,7 @@ class LLM(ServedModel):
     ) -> None:
         self.close()
 
+    @use_alone
     def close(self) -> None:
         """Frees the device's memory: weights, caches and recorded steps. Any later use is refused with a UsageError.
 
@@ -81,11 +80,7 @@ class LLM(ServedModel):
             UsageError: This is in use.
         """
         if not self._is_closed:
-            self._end()
-
-    @use_alone
-    def _end(self) -> None:
-        self._free()
+            self._free()
 
     @take_unused_arguments
     @use_alone
@@ -117,7 +112,7 @@ class LLM(ServedModel):
             ArgumentError: A list has another length than `prompts`, or a priority is too large.
             UsageError: This is in use, by another thread or by a callback's own call, or closed.
         """
-        entries = split_prompts(prompts)
+        engine, entries = self._engine, split_prompts(prompts)
         params = broadcast_to_prompts(
             "sampling_params", sampling_params, len(entries), SamplingParams, default=SamplingParams()
         )
@@ -134,7 +129,7 @@ class LLM(ServedModel):
         except BaseException:
             for requests in started.values():
                 for request in requests:
-                    self._engine.abort(request.sequence.id)
+                    engine.abort(request.sequence.id)
             raise
         return [
             refused[place] if place in refused else self._output(prepared, started[place])
@@ -163,6 +158,9 @@ class LLM(ServedModel):
             chat_template: The text of a template in the place of the checkpoint's.
             chat_template_kwargs: More of the template's variables.
         """
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            kind = type(messages).__name__
+            raise ArgumentTypeError(f"messages must be a list of messages, or a list of such lists, got {kind}")
         several: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         conversations = [
             Conversation(one, add_generation_prompt, continue_final_message, chat_template, chat_template_kwargs or {})

@@ -199,6 +199,11 @@ def test_what_is_no_weight_of_the_model_is_named(
     check_refused(source, tmp_path / "out", message)
 
 
+def test_a_pickle_that_may_never_end_is_not_read(source: Path, tmp_path: Path) -> None:
+    os.mkfifo(source / "pytorch_model.bin")
+    check_refused(source, tmp_path / "out", r"pytorch_model\.bin: cannot be read: it is not a regular file")
+
+
 def test_damaged_files_and_indices_are_named(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_parts(source, checkpoint_tensors(CONFIG))

@@ -44,7 +44,7 @@ def test_no_error_of_a_caller_is_raised_without_the_root() -> None:
     wrong = {
         name: [one for one in errors if not one.startswith("RuntimeError")]
         for name, errors in found.items()
-        if not name.startswith(HOOKS) and not name.startswith("scheduling")
+        if not name.startswith(HOOKS)
     }
     assert not {name: errors for name, errors in wrong.items() if errors}
 

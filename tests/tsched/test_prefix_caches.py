@@ -246,6 +246,40 @@ def test_a_salt_of_which_nothing_is_kept_has_no_tree() -> None:
 
 
 @both
+def test_an_output_goes_on_its_prompts_run_until_another_history_follows(name: str) -> None:
+    cache, pool = make(name, num_blocks=32)
+    for last in range(3):
+        sequence = sequence_of(cache, PROMPT)
+        blocks = cache.insert(sequence, admit(cache, pool, sequence)[0], 20)
+        sequence.tokens = np.array([*PROMPT, *[last] * 8])
+        cache.release(sequence, np.concatenate((blocks, cache.allocate(2))), 28)
+        assert len(cache._run_of) == (1 if last == 0 else last + 2), "one run, then a stem and a run for each output"
+        for output in range(last + 1):
+            assert num_hits(cache, [*PROMPT, *[output] * 8, 9]) == 7
+    assert pool.num_cached == 5 + 3 * 2
+    cache.release(sequence, cache.allocate(32), 0)
+    assert not cache._run_of
+
+
+@both
+def test_what_comes_together_is_inserted_as_if_it_came_one_by_one(name: str) -> None:
+    together, apart = make(name, num_blocks=64), make(name, num_blocks=64)
+    prompts = [PROMPT, [*PROMPT[:8], 1, 1, 1, 1], PROMPT, [7] * 3, [8] * 9, [*PROMPT, 5, 5, 5, 5]]
+    for cache, pool in (together, apart):
+        serve(cache, pool, [8] * 4)
+        computed = []
+        for tokens in prompts:
+            sequence = sequence_of(cache, tokens)
+            computed.append((sequence, admit(cache, pool, sequence)[0], len(tokens)))
+        inserted = cache.insert_each(computed) if cache is together[0] else [cache.insert(*one) for one in computed]
+        for (sequence, _, num_tokens), blocks in zip(computed, inserted, strict=True):
+            assert pool.refs(blocks).all()
+            cache.release(sequence, blocks, num_tokens)
+        assert [num_hits(cache, [*tokens, 0]) for tokens in prompts] == [5, 3, 5, 0, 2, 6]
+    assert together[1].num_cached == apart[1].num_cached == 5 + 1 + 2 + 1
+
+
+@both
 def test_what_was_prepared_follows_forks_and_changes(name: str) -> None:
     cache, pool = make(name)
     serve(cache, pool, PROMPT)

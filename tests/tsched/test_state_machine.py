@@ -196,7 +196,7 @@ FAULTS = (
     PlantedBug("a run goes on with the wrong tokens", HashPrefixCache, "_extend", "start = leaf.first + size",
                "start = leaf.first"),
     PlantedBug("an evicted block's tokens stay in a run", HashPrefixCache, "_extend",
-               "leaf.pending[: num_pending * width]", "leaf.pending"),
+               "leaf.pending[: num_pending * block_size * 8]", "leaf.pending"),
     PlantedBug("an evicted block's digest stays in a run", HashPrefixCache, "_extend",
                "leaf.digests[: size * DIGEST_SIZE]", "leaf.digests"),
     PlantedBug("a node goes on with the wrong tokens", RadixPrefixCache, "_extend", "leaf.tokens[: size * self._width]",

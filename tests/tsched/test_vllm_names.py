@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -24,6 +24,7 @@ from tsched.requests.vllm_names import (
     ENGINE_NAMES,
     FORM_NAMES,
     METHOD_NAMES,
+    PROMPT_NAMES,
     SAMPLING_NAMES,
     OtherName,
 )
@@ -47,6 +48,7 @@ TABLES: dict[str, tuple[Mapping[str, OtherName], set[str]]] = {
     "StructuredOutputsParams": (FORM_NAMES, {one.name for one in fields(StructuredOutputsParams)}),
     "LLM": (METHOD_NAMES, own_names(LLM)),
     "AsyncLLM": (METHOD_NAMES, own_names(AsyncLLM)),
+    "keys of a prompt": (PROMPT_NAMES, {"prompt", "prompt_token_ids"}),
     "LLM.generate": (CALL_NAMES, own_arguments(LLM.generate)),
     "LLM.chat": (CALL_NAMES, own_arguments(LLM.chat)),
     "LLM.beam_search": (CALL_NAMES, own_arguments(LLM.beam_search)),
@@ -78,12 +80,12 @@ def test_each_other_name_is_answered_with_one_that_is_here() -> None:
         "part of the model's name",
         "the hub's own",
         "the property",
-        "an argument of chat",
+        "an argument of ",
         "prompts=",
         "tk profile",
     )
     plain = {*OPTIONS, *OWN_FIELDS, *own_names(LLM), *(one.name for one in fields(StructuredOutputsParams))}
-    for others in (ENGINE_NAMES, SAMPLING_NAMES, BEAM_NAMES, FORM_NAMES, CALL_NAMES, METHOD_NAMES):
+    for others in (ENGINE_NAMES, SAMPLING_NAMES, BEAM_NAMES, FORM_NAMES, CALL_NAMES, METHOD_NAMES, PROMPT_NAMES):
         for name, other in others.items():
             assert re.fullmatch(r"is \S.* here.*|has no counterpart: \S.*", other.answer), name
             if not other.answer.startswith("is ") or other.answer.removeprefix("is ").startswith(elsewhere):
@@ -151,6 +153,53 @@ def test_sampling_params_refuse_other_names_with_their_own() -> None:
     with pytest.raises(TypeError, match="no field 'temprature': there is n, .*; did you mean 'temperature'?"):
         SamplingParams(temprature=2.0)  # type: ignore[call-arg]
     assert set(inspect.signature(SamplingParams).parameters) == OWN_FIELDS
+
+
+def test_prompts_are_mappings_as_vllm_has_them(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    ids = llm.tokenizer("the cat")["input_ids"]
+    both = {"prompt": "the cat", "prompt_token_ids": ids, "multi_modal_data": None}
+    outputs = llm.generate([{"prompt": "the cat"}, {"prompt_token_ids": ids}, both], params)
+    assert [output.prompt for output in outputs] == ["the cat", None, "the cat"]
+    assert [output.prompt_token_ids for output in outputs] == [ids] * 3
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    wrong: list[tuple[Any, str]] = [
+        (
+            {"prompt": "a", "multi_modal_data": {"image": 1}},
+            "no 'multi_modal_data': it has no counterpart: models read",
+        ),
+        ({"prompt": "a", "cache_salt": "x"}, "no 'cache_salt': it is an argument of generate here"),
+        ({"promt": "a"}, 'has "prompt", "prompt_token_ids" or both; got [\'promt\']'),
+        ({"prompt": None}, "got ['prompt']"),
+        ({"prompt": [1]}, '"prompt" of a prompt cannot be a list'),
+        ({"prompt_token_ids": "a"}, '"prompt_token_ids" of a prompt cannot be a str'),
+        ({"prompt_token_ids": {"prompt": "a"}}, '"prompt_token_ids" of a prompt cannot be a dict'),
+    ]
+    for (_, why), output in zip(wrong, llm.generate([one for one, _ in wrong], params), strict=True):
+        assert why in output.error
+    with pytest.raises(ArgumentTypeError, match="messages must be a list of messages, .* got dict"):
+        llm.chat({"role": "user", "content": "a"})
+
+
+def test_a_bar_is_made_as_tqdm_makes_one(checkpoint: Path) -> None:
+    class Bar:
+        made: ClassVar[list[Bar]] = []
+
+        def __init__(self, *, total: int, desc: str) -> None:
+            self.total, self.desc, self.done, self.is_closed = total, desc, 0, False
+            self.made.append(self)
+
+        def update(self, count: int) -> None:
+            self.done += count
+
+        def close(self) -> None:
+            self.is_closed = True
+
+    llm = make_llm(checkpoint)
+    llm.generate(PROMPTS[:3], SamplingParams(max_tokens=3, n=2), use_tqdm=Bar)
+    (bar,) = Bar.made
+    assert (bar.total, bar.done, bar.is_closed, bar.desc) == (6, 6, True, "generating")
 
 
 def test_generate_takes_vllms_keywords(checkpoint: Path) -> None:

@@ -395,11 +395,11 @@ class ServedModel:
         return Ticket(self._prepare(request_id, prompt, params, arrival, priority=priority, cache_salt=cache_salt))
 
     def _read_prompt(self, entry: Any) -> tuple[str | None, list[int]]:
-        """The prompt's text, None where it is token ids, and its token ids."""
+        """The prompt's text, None where it is token ids alone, and its token ids."""
         if isinstance(entry, Conversation):
             return self._chat_encoder.encode(entry)
-        prompt = parse_prompt(entry)
-        return (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+        text, token_ids = parse_prompt(entry)
+        return text, self._encode(text or "") if token_ids is None else token_ids
 
     @functools.cached_property
     def _chat_encoder(self) -> ChatEncoder:

@@ -19,7 +19,7 @@ from typing import Any
 from tsched.requests.errors import RefusedError
 from tsched.requests.structured_outputs import StructuredOutputsParams
 
-COMPILE_S = 1.0
+COMPILE_S = 0.8  # so that a refusal takes less than a second
 LIMITS = {"precompute_large_lexemes": False, "verbose_errors": False}
 """Of llguidance's LLParserLimits."""
 
@@ -39,6 +39,7 @@ class GrammarReader:
         self._read: dict[tuple[str, str], str] = {}  # the least recently read first
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[..., Any] | None = None
+        self._is_ready = False
         self._lock = threading.Lock()
 
     def has_read(self, form: StructuredOutputsParams) -> bool:
@@ -68,16 +69,13 @@ class GrammarReader:
 
     def _ask(self, definition: tuple[str, str]) -> tuple[str, str]:
         """(llguidance's grammar, why it is none or "")."""
-        process = self._process
-        if process is None or process.poll() is not None:  # something else may have killed it
-            self._stop()
-            process = self._start()
+        process = self._wait_until_ready()
         assert process.stdin is not None
         process.stdin.write(json.dumps(definition) + "\n")
         process.stdin.flush()
         line = self._read_line(process, COMPILE_S)
         if line is None:
-            self._stop()
+            self._start()  # the next form finds another
             return "", f"it takes more than {COMPILE_S:g} s to compile"
         if not line:
             self._stop()
@@ -85,7 +83,19 @@ class GrammarReader:
         grammar, error = json.loads(line)
         return grammar, error
 
+    def _wait_until_ready(self) -> subprocess.Popen[str]:
+        process = self._process
+        if process is None or process.poll() is not None:  # something else may have killed it
+            process = self._start()
+        if not self._is_ready and self._read_line(process, _START_S) != "ready\n":
+            self._stop()
+            raise RefusedError("structured_outputs cannot be served: the process that reads grammars did not start")
+        self._is_ready = True
+        return process
+
     def _start(self) -> subprocess.Popen[str]:
+        """Starts the process, in the place of one that there may be, and does not wait for it."""
+        self._stop()
         program = Path(__file__).with_name("grammar_process.py")
         process = subprocess.Popen(
             # -P: the files beside the program are no modules. A session of its own: Ctrl-C is not for it.
@@ -93,15 +103,13 @@ class GrammarReader:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
         self._process, self._end = process, weakref.finalize(self, _end_process, process)
-        if self._read_line(process, _START_S) != "ready\n":
-            self._stop()
-            raise RefusedError("structured_outputs cannot be served: the process that reads grammars did not start")
         return process
 
     def _stop(self) -> None:
         if self._end is not None:
             self._end()
         self._process = self._end = None
+        self._is_ready = False
 
     @staticmethod
     def _read_line(process: subprocess.Popen[str], seconds: float) -> str | None:

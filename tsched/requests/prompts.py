@@ -13,6 +13,7 @@ from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedErro
 from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.vllm_names import PROMPT_NAMES
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
 
@@ -41,7 +42,8 @@ class Conversation:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
-"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages."""
+"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages. Of a mapping with both, the ids
+are the prompt."""
 
 Salt = str | bytes | None
 """Separates one tenant's cached prefixes from another's; None is the empty salt."""
@@ -100,16 +102,18 @@ def split_prompts(prompts: Any) -> list[Any]:
     return [entries] if all(_is_integer(entry) for entry in entries) else entries
 
 
-def parse_prompt(prompt: Any) -> str | list[int]:
-    """Returns the prompt's text, or its token ids as a list of int.
+def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """Returns the prompt's text and its token ids as a list of int; one of them is None where it is not given.
 
     Raises:
         RefusedError: It is no prompt. The message says what is wrong.
     """
     if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        return _parse_mapping(prompt)
+        return prompt, None
+    return _parse_mapping(prompt) if isinstance(prompt, Mapping) else (None, _parse_ids(prompt))
+
+
+def _parse_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, (list, tuple, range)):
@@ -122,15 +126,20 @@ def parse_prompt(prompt: Any) -> str | list[int]:
     raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
 
 
-def _parse_mapping(prompt: Mapping[Any, Any]) -> str | list[int]:
-    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+def _parse_mapping(prompt: Mapping[Any, Any]) -> tuple[str | None, list[int] | None]:
+    for key, value in prompt.items():
+        if key in PROMPT_NAMES and PROMPT_NAMES[key].asks_for(value):
+            raise RefusedError(f"a prompt mapping has no {key!r}: it {PROMPT_NAMES[key].answer}")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    others = prompt.keys() - {"prompt", "prompt_token_ids"} - PROMPT_NAMES.keys()
+    if others or (text is None and ids is None):
         keys = sorted(map(str, prompt))
-        raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
-    ((key, value),) = prompt.items()
-    parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
-    if isinstance(parsed, str if key == "prompt" else list):
-        return parsed
-    raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
+        raise RefusedError(f'a prompt mapping has "prompt", "prompt_token_ids" or both; got {keys}')
+    if text is not None and not isinstance(text, str):
+        raise RefusedError(f'"prompt" of a prompt cannot be a {type(text).__name__}')
+    if isinstance(ids, (str, Mapping)):
+        raise RefusedError(f'"prompt_token_ids" of a prompt cannot be a {type(ids).__name__}')
+    return text, None if ids is None else _parse_ids(ids)
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:

@@ -274,6 +274,14 @@ CALL_NAMES: Mapping[str, OtherName] = {
 }
 """vLLM's argument of `generate` and its like -> what it is here."""
 
+PROMPT_NAMES: Mapping[str, OtherName] = {
+    **_lacking("models read text alone", "multi_modal_data multi_modal_uuids media_io_kwargs mm_processor_kwargs", {}),
+    **_lacking("models read text alone", "prompt_embeds token_type_ids encoder_prompt decoder_prompt"),
+    **_lacking("the text of a prompt of token ids is not looked at", "prompt_token_offsets"),
+    **_renamed("an argument of generate", "cache_salt"),
+}
+"""vLLM's key of a prompt mapping -> what it is here."""
+
 _HAS_OPTIONS = "LLM(model, **options) or AsyncLLM(model, **options)"
 _TEXT_ALONE = "text alone is generated"
 

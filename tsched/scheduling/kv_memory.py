@@ -101,8 +101,8 @@ class KVMemory:
 
     def _count_wanted(self, sequence: Sequence) -> int:
         """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""
-        count = self.pool.blocks_for(sequence.tokens.size) - sequence.first_block
-        return count if self.window is None else min(count, self.window.most_blocks)
+        count = self.pool.blocks_for(sequence.tokens.size)
+        return count if self.window is None else min(count - sequence.first_block, self.window.most_blocks)
 
     def _match(self, sequence: Sequence) -> BlockIds:
         """The blocks of the longest prefix that every group of layers can go on from, of which `sequence.first_block`

@@ -53,7 +53,7 @@ def as_token_ids(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """`prompt` [n] as int64; RefusedError where it is anything else than one list of integers."""
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], bool):
         try:  # a third of the time that numpy takes to find out what the list is
-            return np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), dtype=np.int64)
+            return np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)
         except struct.error:
             pass  # numpy says what it is
     found = np.asarray(prompt) if len(prompt) else np.empty(0, dtype=np.int64)

@@ -16,7 +16,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, RefusedError
 from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
 from tsched.resolved_options import ResolvedOptions
@@ -47,7 +47,7 @@ class Scheduler:
         eos_token_ids: End a sequence unless its parameters say ignore_eos.
 
     Raises:
-        ValueError: The options do not go together, or too few blocks or states serve nobody.
+        ArgumentError: The options do not go together, or too few blocks or states serve nobody.
     """
 
     def __init__(self, resolved: ResolvedOptions, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -67,7 +67,7 @@ class Scheduler:
         self.window: Window | None = None
         if resolved.window is not None:
             if resolved.num_states:
-                raise ValueError("beside states all blocks are kept: window must be None where there are num_states")
+                raise ArgumentError("beside states all blocks are kept: window must be None where there are num_states")
             self.window = Window.of(resolved.window, self.pool, chunk=budget.chunk, chunked=budget.chunked)
         self._cache = make_prefix_cache(options.prefix_cache, self.pool, self.window)
         self.states: StateSlots | None = None
@@ -144,7 +144,7 @@ class Scheduler:
         when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
         """
         if not 1 <= len(set(sequence_ids)) == len(sequence_ids) == len(params):
-            raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
+            raise ArgumentError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
         group = []
@@ -168,18 +168,18 @@ class Scheduler:
         one, whose blocks it shares and whose place in the order it has.
 
         It computes its last token itself, so that its logits come from a row like any other. max_tokens counts from
-        the end of the parent's prompt. ValueError where there is no such sequence or no such number of tokens;
+        the end of the parent's prompt. ArgumentError where there is no such sequence or no such number of tokens;
         RefusedError where the fork could never run to its end, or has reached it.
         """
         parent = self._unfinished.get(sequence_id)
         if parent is None:
-            raise ValueError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
+            raise ArgumentError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
         self._require_new([new_id])
         table, row = self.table, parent.row
         tokens = parent.tokens if row < 0 else table.tokens[row, : table.known[row]]
         count = tokens.size if num_tokens is None else num_tokens
         if not 1 <= count <= tokens.size:
-            raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
+            raise ArgumentError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
         prompt_len = min(parent.prompt_len, count)
         max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len, self.window)
         if count >= max_length:
@@ -203,17 +203,17 @@ class Scheduler:
     def replace_last(self, sequence_id: int, token: int) -> None:
         """Put `token` in the place of the last output token of an unfinished sequence, which no plan has run yet.
 
-        RuntimeError where a plan is under way, ValueError where there is no such sequence or token.
+        RuntimeError where a plan is under way, ArgumentError where there is no such sequence or token.
         """
         if self._in_flight:
             raise RuntimeError("a plan is under way: the last token may be running already")
         sequence = self._unfinished.get(sequence_id)
         if sequence is None:
-            raise ValueError(f"no sequence {sequence_id} is unfinished")
+            raise ArgumentError(f"no sequence {sequence_id} is unfinished")
         row = sequence.row
         last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
         if last < sequence.prompt_len:
-            raise ValueError(f"sequence {sequence_id} has no output token yet")
+            raise ArgumentError(f"sequence {sequence_id} has no output token yet")
         sequence.num_frozen = min(sequence.num_frozen, last)
         if last < sequence.tokens.size:  # what the prefix cache has seen of it
             sequence.tokens[last] = token
@@ -255,7 +255,7 @@ class Scheduler:
             raise RuntimeError("plans are committed once each, in the order in which they were made")
         rows = plan.sampled_rows
         if tokens.shape != rows.shape:
-            raise ValueError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
+            raise ArgumentError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
         under_way = self._in_flight.popleft()
         table, places = self.table, plan.lengths
         if table.num_departures != plan.num_departures:
@@ -313,7 +313,7 @@ class Scheduler:
         if last is None or count < 1 or self.quiet_steps(count) < count:
             raise RuntimeError(f"the next {count} steps do not all repeat the last one")
         if tokens.shape != last.rows.shape:
-            raise ValueError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
+            raise ArgumentError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
         plan, taken = skip_steps(last, self.table, self._cache, count, tokens)
         self._planner.go_on_from(plan)
         counters, num_tokens = self.counters, count * last.rows.size
@@ -344,7 +344,7 @@ class Scheduler:
     def _require_new(self, sequence_ids: Items[int]) -> None:
         for sequence_id in sequence_ids:
             if sequence_id in self._unfinished:
-                raise ValueError(f"a sequence {sequence_id} is already here")
+                raise ArgumentError(f"a sequence {sequence_id} is already here")
 
     def _enlist(self, sequence: Sequence, arrival: int) -> None:
         sequence.arrival, sequence.serial = arrival, self._num_created

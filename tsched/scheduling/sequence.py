@@ -63,7 +63,7 @@ class Sequence:
         or the first `prompt_len`. Only sequences with the same `cache_salt` share cached prefixes.
         """
         count = len(tokens)
-        self._room: Ints = np.empty(max(max_length, count), dtype=np.int64)  # what is never written costs nothing
+        self._room: Ints = np.empty(max(max_length, count), np.int64)  # what is never written costs nothing
         self.id = id
         self.params = params
         self.tokens = self._room[:count]  # [prompt + output], as of the last time that the sequence left its row

@@ -59,6 +59,7 @@ class EngineRequest:
         sampling: Keywords of SamplingParams, those that are not at their defaults, each a JSON value.
         priority: Lower goes first, with order="priority".
         cache_salt: Only requests of one salt share cached prefixes.
+        is_whole: Whether nobody is shown anything before the end: its consumer takes deltas that start over.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class EngineRequest:
     sampling: Mapping[str, Any]
     priority: int = 0
     cache_salt: str = ""
+    is_whole: bool = False
 
 
 class TokenScores(NamedTuple):
@@ -119,6 +121,7 @@ class Delta(NamedTuple):
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
         at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
+        starts_over: Whether what came before is void: another engine serves the request anew.
     """
 
     samples: list[SampleDelta]
@@ -128,6 +131,7 @@ class Delta(NamedTuple):
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
     at_fault: str | None = None
+    starts_over: bool = False
 
 
 def count_numbers(token_ids: Sequence[int], logprobs: Sequence[Sized] | None) -> int:

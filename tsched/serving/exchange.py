@@ -198,6 +198,9 @@ class Exchange(Response):
     async def _gather(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         choices: list[dict[str, Any]] = []
         async for place, delta in deltas:
+            if delta.starts_over:
+                answer.start_over(place)
+                choices = [one for one in choices if one["index"] // answer.job.n != place]
             self._take_note(place, delta, ticket)
             choices += answer.write_choices(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens

@@ -133,7 +133,8 @@ class DrainingServer(uvicorn.Server):
 
 
 class DeadlineProtocol(H11Protocol):
-    """h11's protocol with deadlines for a request's headers, and for what still comes of a body after its answer.
+    """h11's protocol with deadlines: for a request's headers, for what still comes of a body after its answer, and for
+    a reader who leaves what is written unread.
 
     A connection that is closed while bytes arrive is reset, and its client may lose the answer. So what comes after a
     refusal is read and dropped, for a while.
@@ -141,6 +142,7 @@ class DeadlineProtocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None  # of headers
     _dropping: asyncio.TimerHandle | None = None  # of what is dropped
+    _unread: asyncio.TimerHandle | None = None  # of a connection that is full
     _is_refused = False
 
     @property
@@ -171,8 +173,18 @@ class DeadlineProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._dropping = self.loop.call_later(_DROP_S, self.transport.close)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Aborted, for a connection that is closed waits until all is read.
+        self._unread = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._dropping):
+        for timer in (self._deadline, self._dropping, self._unread):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)

@@ -127,7 +127,7 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
 
 def delta_of(written: list[Any]) -> Delta:
     """The Delta that a message has as lists."""
-    samples, is_last, error, num_cached, prompt_logprobs, times, at_fault = written
+    samples, is_last, error, num_cached, prompt_logprobs, times, *others = written
     return Delta(
         [SampleDelta(s, ids, text, scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
         is_last,
@@ -135,7 +135,7 @@ def delta_of(written: list[Any]) -> Delta:
         num_cached,
         None if prompt_logprobs is None else [None if one is None else TokenScores(*one) for one in prompt_logprobs],
         None if times is None else RequestTimes(*times),
-        at_fault,
+        *others,
     )
 
 
@@ -158,6 +158,7 @@ def join_deltas(one: Delta, other: Delta) -> Delta:
         other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
         other.times,
         other.at_fault if one.error is None else one.at_fault,
+        one.starts_over,
     )
 
 

@@ -53,12 +53,14 @@ class _Served:
         stream: Its consumer's.
         num_lives: Workers that had it.
         has_sent: Whether its consumer was given anything.
+        starts_over: Whether that is void, and the next worker has sent nothing yet.
     """
 
     request: EngineRequest
     stream: WorkerStream
     num_lives: int = 0
     has_sent: bool = False
+    starts_over: bool = False
 
 
 class SupervisedClient:
@@ -288,6 +290,8 @@ class SupervisedClient:
     def _hand_on(self, request_id: str, delta: Delta) -> None:
         served = self._served.get(request_id)
         if served is not None:
+            if served.starts_over:
+                served.starts_over, delta = False, delta._replace(starts_over=True)
             served.has_sent = True
             if delta.is_last:
                 del self._served[request_id]
@@ -320,7 +324,8 @@ class SupervisedClient:
         if self._state == "restarting":
             self._note_failed_start()
         for served in [*self._served.values()]:
-            if served.has_sent or served.num_lives >= _MOST_LIVES:
+            served.starts_over = served.has_sent
+            if (served.has_sent and not served.request.is_whole) or served.num_lives >= _MOST_LIVES:
                 del self._served[served.request.request_id]
                 served.stream.fail(EngineFailedError(reason))
         now = time.monotonic()

@@ -58,7 +58,7 @@ class WorkerStream:
 
     def put(self, delta: Delta) -> None:
         """Gives the consumer a delta, together with what it has not taken yet."""
-        self._news = delta if self._news is None else join_deltas(self._news, delta)
+        self._news = delta if self._news is None or delta.starts_over else join_deltas(self._news, delta)
         self._changed.set()
 
     def fail(self, error: Exception) -> None:

@@ -93,6 +93,8 @@ def compressed(**changes: Any) -> dict[str, Any]:
         (compressed(strategy="block"), r"strategy: .*'group' or 'channel', got 'block'"),
         (compressed(group_size=None), "strategy 'group' needs a group_size"),
         ({**COMPRESSED_4, "ignore": ["re:("]}, r"'re:\(': .*unterminated"),
+        ({**COMPRESSED_4, "ignore": ["re:lm_head{e<=1}"]}, r"'re:lm_head{e<=1}': '{' in it is understood in two ways"),
+        ({**COMPRESSED_4, "ignore": ["re:[[:alpha:]]*"]}, r"'\[:' in it is understood in two ways"),
         ({**COMPRESSED_4, "ignore": ["re:a{99999999999999}"]}, "the repetition number is too large"),
         ({"quant_method": "squeezellm", "wbits": 2}, "wbits: 2 bits; supported are 3, 4"),
         ({"quant_method": "squeezellm"}, "wbits: Field required"),

@@ -60,7 +60,9 @@ async def ask_in_turn(served: Served, requests: list[bytes], at_once: int) -> fl
 
     async def client() -> None:
         for request in left:
-            assert (await ask(served.port, request)).is_done, "nobody else is there"
+            answer = await ask(served.port, request)
+            if not answer.is_done:
+                raise SystemExit(f"nobody else is there, and it has {answer.status} {answer.body[-500:]!r}")
 
     start = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(at_once)))

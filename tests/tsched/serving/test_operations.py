@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +197,14 @@ def test_the_engine_frees_a_cancelled_requests_blocks(server: RunningServer) -> 
         wait_for(lambda: at_rest(server))
 
 
-def test_a_reader_that_does_not_read_is_given_up(start: Start) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_does_not_read_is_given_up(stream: bool, start: Start) -> None:
     server, client = start(limits={"write_timeout": 0.4}, width=1 << 18)
-    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120})
-    wait_for(lambda: bool(client.aborted))
+    connection = open_request(server, TEXT | {"stream": stream, "max_tokens": 120})
+    wait_for(lambda: bool(client.submitted))
     wait_for(lambda: at_rest(server))
+    assert bool(client.aborted) == stream, "the whole answer was ready"
+    wait_for(lambda: not server.server.server_state.connections)
     connection.close()
 
 
@@ -260,6 +264,13 @@ def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as half:
         half.sendall(b"GET /live HTTP/1.1\r\nhost")
         assert read_all(half) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as second:
+        second.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        answer = HTTPResponse(second)
+        answer.begin()
+        assert json.loads(answer.read()) == {"status": "live"}
+        second.sendall(b"GET /live HTTP/1.1\r\nhost")
+        assert read_all(second) == b"", "another request of the connection has a deadline too"
     server, _ = start(limits={"body_timeout": 0.2})
     for path in (b"/tokenize", b"/v1/completions"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:

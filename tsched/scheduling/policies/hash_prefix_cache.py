@@ -121,8 +121,8 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
 
     def prepare(self, sequence: Sequence) -> None:
         count = sequence.tokens.size // self._pool.block_size
-        if count and self._has_first_of(sequence):
-            self._digests(sequence, count)
+        if count and self._has_first_of(sequence):  # what a lookup will compare
+            self._complete(self._run_at[self._digests(sequence, count)[:DIGEST_SIZE]])
 
     def _has_first_of(self, sequence: Sequence) -> bool:
         digests = sequence.prefix or self._digests(sequence, 1)
@@ -150,12 +150,12 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
         return run.children == 0
 
     def _extend(self, leaf: Run, sequence: Sequence, blocks: BlockIds) -> None:
-        size, width = leaf.blocks.size, self._pool.block_size * 8
+        size, block_size = leaf.blocks.size, self._pool.block_size
         start = leaf.first + size
         leaf.digests = leaf.digests[: size * DIGEST_SIZE]  # those of evicted blocks go
         num_pending = size - len(leaf.digests) // DIGEST_SIZE
-        tokens = sequence.tokens[start * self._pool.block_size : (start + blocks.size) * self._pool.block_size]
-        leaf.pending = leaf.pending[: num_pending * width] + tokens.tobytes()
+        tokens = sequence.tokens[start * block_size : (start + blocks.size) * block_size]
+        leaf.pending = leaf.pending[: num_pending * block_size * 8] + tokens.tobytes()
         leaf.blocks = np.concatenate((leaf.blocks, blocks))
 
     def _complete(self, run: Run) -> None:

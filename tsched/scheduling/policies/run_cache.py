@@ -141,17 +141,19 @@ class RunCache(ABC, Generic[AnyRun]):
         pool = self._pool
         inserted = [blocks for _, blocks, _ in computed]
         ends = [num_computed // pool.block_size for _, _, num_computed in computed]
-        joint = np.concatenate([NO_BLOCKS, *[blocks[:end] for blocks, end in zip(inserted, ends, strict=True)]])
+        joint = _join([blocks[:end] for blocks, end in zip(inserted, ends, strict=True) if end])
         is_kept = pool.is_kept(joint)
         num_new = joint.size - np.count_nonzero(is_kept)
         if num_new == 0:
             return inserted
-        if np.count_nonzero(pool.refs(joint if num_new == joint.size else joint[~is_kept]) == 1) < num_new:
+        fresh = joint if num_new == joint.size else joint[~is_kept]
+        if np.count_nonzero(pool.refs(fresh) == 1) < num_new:
             return [self.insert(*one) for one in computed]
         new, runs, searching, place = [], [], [], 0
         for i, (blocks, end) in enumerate(zip(inserted, ends, strict=True)):
-            start = 0 if num_new == joint.size else int(np.count_nonzero(is_kept[place : place + end]))
-            place += end
+            start = 0
+            if fresh is not joint:
+                start, place = int(np.count_nonzero(is_kept[place : place + end])), place + end
             if start == end:
                 continue
             run = self._add_unknown(computed[i][0], blocks[:end], start)
@@ -162,7 +164,7 @@ class RunCache(ABC, Generic[AnyRun]):
                 new.append(blocks[start:end])
         if runs:
             self._note(runs, new)
-            pool.keep(np.concatenate(new))
+            pool.keep_unshared(_join(new))
         for i in searching:
             inserted[i] = self.insert(*computed[i])
         return inserted
@@ -215,7 +217,7 @@ class RunCache(ABC, Generic[AnyRun]):
         """`runs` [n], each under its first block, have the `blocks` [n] from now on."""
         firsts = [int(run.blocks[0]) for run in runs]
         self._run_of.update(zip(firsts, runs, strict=True))
-        index = np.concatenate(blocks).astype(np.intp)
+        index = _join(blocks).astype(np.intp)
         self._first_of[index] = firsts[0] if len(runs) == 1 else np.repeat(firsts, [one.size for one in blocks])
 
     def _trim(self, leaf: AnyRun, count: int) -> None:
@@ -227,3 +229,10 @@ class RunCache(ABC, Generic[AnyRun]):
         self._remove(leaf)
         del self._run_of[int(leaf.blocks[0])]
         leaf.blocks = NO_BLOCKS
+
+
+def _join(blocks: list[BlockIds]) -> BlockIds:
+    """All `blocks`; one alone is not copied."""
+    if len(blocks) == 1:
+        return blocks[0]
+    return np.concatenate(blocks) if blocks else NO_BLOCKS
