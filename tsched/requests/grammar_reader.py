@@ -27,9 +27,7 @@ LIMITS = {"precompute_large_lexemes": False, "verbose_errors": False}
 
 KEPT = 128  # grammars
 _START_S = 60.0
-_REFUSED_S = (
-    60.0  # for which a refusal is said again: a client that sends a slow form all day holds up no others' forms
-)
+_REFUSED_S = 60.0  # for which a refusal is said again: who sends a slow form all day holds up no other forms
 _WORDS = 300  # characters of a compiler's message that a refusal has
 
 
@@ -141,6 +139,7 @@ def refuse_form(form: StructuredOutputsParams, error: str) -> RefusedError:
 
 def _keep(found: dict[tuple[str, str], Any], definition: tuple[str, str], what: Any) -> None:
     """Keeps what was found of a form, and no more than KEPT of them, the last ones."""
+    found.pop(definition, None)
     found[definition] = what
     if len(found) > KEPT:
         del found[next(iter(found))]

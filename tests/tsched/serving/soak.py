@@ -145,14 +145,18 @@ def find_sizes(served: Served) -> dict[str, int]:
     return files | {f"threads of the {name}": len(os.listdir(f"/proc/{pid}/task")) for name, pid in processes.items()}
 
 
-def find_grown(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """Which sizes grew, but for the threads that tokenize, which start when they are first needed."""
-    may_start = ServerLimits().tokenizer_threads
-    return [
-        f"{name}: {before[name]} before, {size} after"
-        for name, size in after.items()
-        if size > before[name] + (may_start if name == "threads of the front end" else 0)
-    ]
+def find_grown(served: Served, before: dict[str, int]) -> list[str]:
+    """Which sizes grew, but for the threads that tokenize, which start when they are first needed.
+
+    The last connections close when the server comes to it: what is larger for five seconds has grown.
+    """
+    most = before | {"threads of the front end": before["threads of the front end"] + ServerLimits().tokenizer_threads}
+    deadline = time.monotonic() + 5
+    while True:
+        grown = {name: size for name, size in find_sizes(served).items() if size > most[name]}
+        if not grown or time.monotonic() > deadline:
+            return [f"{name}: {before[name]} before, {size} after" for name, size in grown.items()]
+        time.sleep(0.1)
 
 
 def run(model: Path, folder: Path, seconds: float) -> tuple[Soak, list[str]]:
@@ -162,7 +166,7 @@ def run(model: Path, folder: Path, seconds: float) -> tuple[Soak, list[str]]:
         soak, before = Soak(served), find_sizes(served)
         asyncio.run(drive(soak, seconds))
         wrong = check_counts(soak)
-        wrong += find_grown(before, find_sizes(served))
+        wrong += find_grown(served, before)
         grown = {"front end": slope(soak.front), "worker": slope(soak.worker)}
         if seconds >= 60 * _POOLS_FILL:
             wrong += [f"the {name} grows by {mb:.2f} MB a minute" for name, mb in grown.items() if mb >= MOST_GROWTH]
