@@ -1,5 +1,6 @@
 """What a server does when things go wrong: too much is asked, clients leave or stall, times are over, it is stopped."""
 
+import asyncio
 import json
 import logging
 import re
