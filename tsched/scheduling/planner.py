@@ -21,7 +21,7 @@ from tsched.scheduling.waiting_queue import WaitingQueue
 _NOTHING: list[Any] = []  # shared by the plans without prefills
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class UnderWay:
     """A plan, and what its commit needs besides: (row, epoch, end) of its prefills, and its copies."""
 

@@ -29,7 +29,7 @@ class StateStep:
     swap_ins: BlockIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # frozen, it takes 1.3 us more, of the 17 of a step of 256 rows; nobody changes one
 class StepPlan:
     """One step: n rows of the sequence table advance, those by one token (`num_decodes` of them) first.
 
