@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tsched.serving.front_end import FrontEnd
 
 _STDERR = 2
-_LOOPBACK = ("127.", "::1", "localhost")
+_LOOPBACK = ("127.", "::1")
 
 
 def run(request: ServeRequest) -> int:

@@ -119,6 +119,7 @@ def test_only_the_allocators_are_believed() -> None:
         explain_exhaustion(MemoryError("Unable to allocate 8. GiB for an array"))
         == "Unable to allocate 8. GiB for an array"
     )
+    assert explain_exhaustion(MemoryError("the device is full")) is None
     pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
     assert explain_exhaustion(pinned) == "CUDA error: out of memory"
     recording = RuntimeError("CUDA error: operation failed due to a previous error during capture")
