@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tsched.serving.front_end import FrontEnd
 
 _STDERR = 2
-_LOOPBACK = ("127.", "::1", "localhost")
+_LOOPBACK = ("127.", "::1")
 
 
 def run(request: ServeRequest) -> int:
@@ -127,7 +127,7 @@ def describe_ready(front: "FrontEnd", seconds: float) -> list[str]:
     for op, variant in sorted(facts.arm.items()):
         ops.setdefault(variant, []).append(op)
     given = {name: getattr(front.limits, name) for name in LIMITS}
-    limits = [f"{name} {value:g}" for name, value in given.items() if value != getattr(usual, name)]
+    limits = [f"{name} {value}" for name, value in given.items() if value != getattr(usual, name)]
     return [
         f"ready after {seconds:.1f} s: {facts.name}, {facts.max_model_len} tokens a request at most, "
         f"{facts.max_num_seqs} requests a step, a KV cache of {facts.num_cache_tokens} tokens",

@@ -12,6 +12,7 @@ ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: "  # what torch's allocator of a CPU says ends with the memory it was asked for
+_NUMPY = "Unable to allocate "  # numpy's, which shares a CPU's memory
 # What says so without torch's allocator: pinned memory, a kernel's own stack, a library's handle.
 _OTHERS = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -43,8 +44,8 @@ def explain_exhaustion(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return text.partition(" GPU ")[0].strip()  # the rest is on other processes and settings
-    if isinstance(error, MemoryError):  # numpy's, of a CPU
-        return text or "out of memory"
+    if isinstance(error, MemoryError) and text.startswith(_NUMPY):
+        return text
     _, found, asked = text.partition(_CPU_ALLOCATOR)
     if found:
         return asked.splitlines()[0].strip()

@@ -59,7 +59,6 @@ class EngineRequest:
         sampling: Keywords of SamplingParams, those that are not at their defaults, each a JSON value.
         priority: Lower goes first, with order="priority".
         cache_salt: Only requests of one salt share cached prefixes.
-        is_whole: Whether nobody is shown anything before the end: its consumer takes deltas that start over.
     """
 
     request_id: str
@@ -67,7 +66,6 @@ class EngineRequest:
     sampling: Mapping[str, Any]
     priority: int = 0
     cache_salt: str = ""
-    is_whole: bool = False
 
 
 class TokenScores(NamedTuple):
@@ -249,7 +247,13 @@ class EngineFailedError(TKernelsError, RuntimeError):
 
 
 class DeltaStream(Protocol):
-    """The deltas of one request, for one consumer. A cancelled consumer aborts the request."""
+    """The deltas of one request, for one consumer. A cancelled consumer aborts the request.
+
+    Attributes:
+        may_start_over: Whether the consumer takes a delta that starts over; False until it says so.
+    """
+
+    may_start_over: bool
 
     def __aiter__(self) -> DeltaStream: ...
 

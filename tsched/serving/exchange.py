@@ -142,6 +142,7 @@ class Exchange(Response):
         try:
             ticket = self._admit(request, len(body))
             try:
+                self._end_after("queue", limits.queue_timeout, "no token came in time", "queue_timeout")
                 await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
             finally:
@@ -183,7 +184,7 @@ class Exchange(Response):
         streams = self._streams
         try:
             streams += front.client.submit(*job.requests)
-            self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
+            self._let_start_over(True)
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:
             raise refuse(request, error) from None
@@ -211,14 +212,22 @@ class Exchange(Response):
         self._written_at = asyncio.get_running_loop().time()
         self._ping_silent()
         async for place, delta in deltas:
+            if delta.starts_over:
+                answer.start_over(place)
             self._take_note(place, delta, ticket)
             chunks = answer.write_chunks(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens
             if chunks:
-                if not self._is_started:
+                self._let_start_over(False)
+                if not self._is_started:  # by a ping
                     await self._start(200, _STREAM)
                 await self._write(chunks)
         await self._write(answer.end_stream(), more=False)
+
+    def _let_start_over(self, may: bool) -> None:
+        """Another worker may serve the request anew, as long as its client was sent nothing."""
+        for stream in self._streams:
+            stream.may_start_over = may
 
     def _take_note(self, place: int, delta: Delta, ticket: Ticket) -> None:
         """Notes that output of a prompt has come; raises ApiError where a completion failed."""

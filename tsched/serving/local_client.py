@@ -157,6 +157,7 @@ class LocalStream:
     """The deltas of a request of `AsyncLLM`."""
 
     def __init__(self, stream: RequestStream, on_news: Callable[[], None]) -> None:
+        self.may_start_over = False  # there is no other engine
         self._stream = stream
         self._on_news = on_news
 

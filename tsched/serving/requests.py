@@ -191,7 +191,6 @@ def make_job(
             sampling | {"max_tokens": _max_tokens(request, len(prompt.token_ids), facts)},
             (request.priority or 0) + tenant.priority,
             tenant.salt(request.cache_salt),
-            is_whole=not request.stream,
         )
         for place, prompt in enumerate(prompts)
     ]

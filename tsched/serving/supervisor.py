@@ -325,7 +325,7 @@ class SupervisedClient:
             self._note_failed_start()
         for served in [*self._served.values()]:
             served.starts_over = served.has_sent
-            if (served.has_sent and not served.request.is_whole) or served.num_lives >= _MOST_LIVES:
+            if (served.has_sent and not served.stream.may_start_over) or served.num_lives >= _MOST_LIVES:
                 del self._served[served.request.request_id]
                 served.stream.fail(EngineFailedError(reason))
         now = time.monotonic()

@@ -14,9 +14,13 @@ class WorkerStream:
 
     Args:
         abort: Ends the request, unless it has finished.
+
+    Attributes:
+        may_start_over: As of DeltaStream.
     """
 
     def __init__(self, abort: Callable[[], None]) -> None:
+        self.may_start_over = False
         self._abort = abort
         self._news: Delta | None = None  # that nobody has taken yet
         self._error: Exception | None = None

@@ -126,7 +126,7 @@ def run(model: str, folder: Path, num_cancels: int) -> list[str]:
         asyncio.run(leave_many(served, len(PLACES)))  # threads and pools are there now
         before = find_sizes(served)
         found = asyncio.run(leave_many(served, num_cancels))
-        wrong = check_counts(served, num_cancels) + find_grown(before, find_sizes(served))
+        wrong = check_counts(served, num_cancels) + find_grown(served, before)
         step = served.find_step_seconds()
     everything = [one for seconds in found.values() for one in seconds]
     print(f"{len(everything)} cancels; a step took {1e3 * step:.1f} ms on average")

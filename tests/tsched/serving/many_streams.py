@@ -114,7 +114,7 @@ def run(model: str, folder: Path, num_streams: int, seconds: float, rows: int) -
         crowd = asyncio.run(follow_all(served, num_streams, seconds))
         took = time.perf_counter() - start
         counted = served.count() - counted
-        after, grown = find_use(served), find_grown(sizes, find_sizes(served))
+        grown, after = find_grown(served, sizes), find_use(served)
         wrong = find_wrong(crowd, served.directory) + grown
     num_ended = sum(crowd.texts.values())
     if counted["vllm:request_success_total"] != num_ended or counted["tkernels_requests_refused_total"]:

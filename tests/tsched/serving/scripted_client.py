@@ -94,6 +94,7 @@ class ScriptedClient:
 
 class ScriptedStream:
     def __init__(self, client: ScriptedClient, request: EngineRequest) -> None:
+        self.may_start_over = False
         self._client, self._request, self._num_out, self._is_over = client, request, 0, False
 
     def __aiter__(self) -> ScriptedStream:

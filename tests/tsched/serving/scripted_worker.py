@@ -17,9 +17,10 @@ import msgpack
 
 from tsched.serving.link import encode_message
 
-SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE = range(1, 9)
+SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE, MUMBLE_ONCE = range(1, 10)
 """Prompts of one token: say one token and no more; say nothing in the first life; fail; step no more; two tokens and
-the end; send what is no message; say nothing in any life; say one token and no more in the first life.
+the end; send what is no message; say nothing in any life; say one token and no more in the first life; the same
+without text.
 """
 
 FACTS: dict[str, Any] = {
@@ -96,7 +97,9 @@ class ScriptedWorker:
         self.is_hanging |= token == HANG
         if token == SPEAK_AND_WAIT or (token == SPEAK_ONCE and self.life == 0):
             self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
-        if token == ANSWER or (token in (SILENT_ONCE, SPEAK_ONCE) and self.life > 0):
+        if token == MUMBLE_ONCE and self.life == 0:
+            self.news((name, [[[0, [7], "", None, None, None]], False, None, None, None, None, None]))
+        if token == ANSWER or (token in (SILENT_ONCE, SPEAK_ONCE, MUMBLE_ONCE) and self.life > 0):
             self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
             self.news((name, [[[0, [8], "b", None, "stop", None]], True, None, None, None, [0.0, 0.1, 0.2], None]))
 

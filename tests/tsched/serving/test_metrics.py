@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
-from tests.tsched.serving.scripted_worker import ANSWER, RAISE, SILENT_ONCE, SPEAK_AND_WAIT, SPEAK_ONCE
+from tests.tsched.serving.scripted_worker import ANSWER, MUMBLE_ONCE, RAISE, SILENT_ONCE, SPEAK_AND_WAIT, SPEAK_ONCE
 from tests.tsched.serving.test_operations import TEXT, Start, at_rest, open_request, start, wait_for  # noqa: F401
 from tsched.serving import metrics as metrics_room
 from tsched.serving import supervisor, worker_process
@@ -135,30 +135,32 @@ def test_a_kill_is_an_error_frame_and_is_counted(scripted: RunningServer) -> Non
         thread.start()
         return thread
 
-    threads = [begin("spoke", SPEAK_AND_WAIT), begin("silent", SILENT_ONCE), begin("whole", SPEAK_ONCE, stream=False)]
-    while total(scripted, "vllm:time_to_first_token_seconds_count") < 2:
+    threads = [begin("spoke", SPEAK_AND_WAIT), begin("silent", SILENT_ONCE), begin("mumbled", MUMBLE_ONCE)]
+    threads.append(begin("whole", SPEAK_ONCE, stream=False))
+    while total(scripted, "vllm:time_to_first_token_seconds_count") < 3:
         time.sleep(0.01)
-    while len(scripted.front.client._served) < 3:
+    while len(scripted.front.client._served) < 4:
         time.sleep(0.01)
     os.kill(scripted.front.client.worker_pid, signal.SIGKILL)
     for thread in threads:
         thread.join(20)
     assert b"[DONE]" not in answers["spoke"].body
     assert b"SIGKILL" in answers["spoke"].body.split(b"\n\n")[-2]
-    assert [event["choices"][0]["text"] for event in answers["silent"].events if event["choices"]] != []
+    for name in ("silent", "mumbled"):
+        assert "".join(event["choices"][0]["text"] for event in answers[name].events) == "ab"
     whole = answers["whole"].json
     assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("ab", 2), "it begins anew"
     assert ask(scripted, [RAISE]).error["message"] == "the engine failed: RuntimeError: planted"
     check_sums(scripted)
     assert total(scripted, "vllm:request_success_total", finished_reason="error") == 2
-    assert total(scripted, "vllm:request_success_total", finished_reason="stop") == 2
+    assert total(scripted, "vllm:request_success_total", finished_reason="stop") == 3
     while total(scripted, "tkernels_worker_restarts_total") < 2:  # the failure is told before the process has ended
         time.sleep(0.01)
     scripted.wait_until_ready()
     assert ask(scripted, [ANSWER]).status == 200
     check_sums(scripted)
-    assert total(scripted, "vllm:request_queue_time_seconds_count") == 3
-    assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.6)
+    assert total(scripted, "vllm:request_queue_time_seconds_count") == 4
+    assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.8)
 
 
 def test_dashboards_find_vllms_names_and_all_of_its_buckets(server: RunningServer) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tests.tsched.serving import test_bad_input, test_cancels, test_operations, test_supervisor
+from tests.tsched.serving import test_answers, test_bad_input, test_cancels, test_operations, test_supervisor
+from tests.tsched.serving.test_answers import llm  # noqa: F401  a fixture
 from tests.tsched.serving.test_cancels import slow_prefill  # noqa: F401  a fixture
 from tests.tsched.serving.test_operations import TEXT, start  # noqa: F401  a fixture
 from tests.tsched.serving.test_supervisor import scripted  # noqa: F401  a fixture
@@ -18,8 +20,9 @@ from tsched.serving.auth import OPEN_PATHS
 from tsched.serving.engine_client import Delta, EngineFailedError, SampleDelta, StatsSnapshot
 from tsched.serving.exchange import Exchange
 from tsched.serving.front_end import FrontEnd
+from tsched.serving.http import DeadlineProtocol
 from tsched.serving.protocol.json_body import parse_json
-from tsched.serving.responses import DONE, error_frame
+from tsched.serving.responses import DONE, CompletionWriter, error_frame
 from tsched.serving.supervisor import SupervisedClient, WorkerStream
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -112,6 +115,19 @@ def lose_tokens_in_joined_deltas(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tsched.serving.link._join_samples", lose)
 
 
+def keep_unread_connections(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeadlineProtocol, "pause_writing", H11Protocol.pause_writing)
+
+
+def let_output_pile_up(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Exchange, "_end_stalled", lambda self: None)
+
+
+def shift_prompt_scores(patch: pytest.MonkeyPatch) -> None:
+    add = CompletionWriter.add_prompt
+    patch.setattr(CompletionWriter, "add_prompt", lambda self, scores: add(self, [None, *scores[2:], scores[1]]))
+
+
 def expect_the_end_of_a_killed_stream(tmp_path: Path) -> None:
     test_supervisor.serve(tmp_path, test_supervisor.expect_the_end_of_a_killed_stream)
 
@@ -152,6 +168,13 @@ FAULTS: list[tuple[Plant, Callable[..., None], dict[str, Any]]] = [
     ),
     (end_killed_streams_as_if_whole, expect_the_end_of_a_killed_stream, {}),
     (serve_again_what_has_spoken, expect_the_end_of_a_killed_stream, {}),
+    (keep_unread_connections, test_operations.test_a_reader_that_does_not_read_is_given_up, {"stream": False}),
+    (let_output_pile_up, test_operations.test_a_reader_that_leaves_much_unread_is_given_up_before_its_time, {}),
+    (
+        shift_prompt_scores,
+        test_answers.test_echo_scores_the_prompt_as_lm_eval_reads_it,
+        {"max_tokens": 1, "stream": False},
+    ),
     (count_from_zero_after_a_restart, _KILL, {}),
     (fail_what_has_said_nothing, _KILL, {}),
     (take_requests_while_restarting, _KILL, {}),
