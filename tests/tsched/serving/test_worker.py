@@ -22,7 +22,8 @@ from tests.tsched.serving.tk_serve import find_worker
 from tests.tsched.test_llm import PROMPTS
 from tkernels.ranges import NVTX
 from tsched import LLM, SamplingParams
-from tsched.execution.engine_thread import EngineThread, Ticket
+from tsched.execution.engine_thread import EngineThread
+from tsched.execution.news import Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.serving import link
 from tsched.serving.engine_client import (
