@@ -21,7 +21,10 @@ from tests.tsched.drawn_schemas import draw_params, find_fault
 from tests.tsched.test_llm import PROMPTS, completion, crowded_bytes, make_llm
 from tsched import LLM, SamplingParams, StructuredOutputsParams
 from tsched.execution.token_masks import bar_others, count_words, pack_mask, unpack_masks
+from tsched.requests import grammar_reader
+from tsched.requests.errors import RefusedError
 from tsched.requests.grammar import GrammarCompiler
+from tsched.requests.grammar_reader import GrammarReader
 from tsched.requests.repetitions import find_repeated_repetition
 
 CHOICES = ("yes", "yes please", "no (a+)", "no!", "42")
@@ -276,6 +279,19 @@ def test_what_cannot_be_compiled_is_refused_by_its_field_and_others_go_on(
     assert refused.outputs[0].finish_reason == "error"
     assert len(str(refused.error)) < 500
     assert served.outputs[0].text == "yes"
+
+
+def test_a_slow_form_that_is_sent_again_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, slow = GrammarReader(), StructuredOutputsParams(json=INTERSECTED)
+    monkeypatch.setattr(reader, "_ask", lambda _: ("", "it takes too long"))
+    assert not reader.knows(slow)
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="structured_outputs.json is refused: it takes too long"):
+            reader.read(slow)
+        assert reader.knows(slow)
+        monkeypatch.setattr(reader, "_ask", None)
+    monkeypatch.setattr(grammar_reader, "_REFUSED_S", 0.0)  # it may have been the machine
+    assert not reader.knows(slow)
 
 
 def test_a_reader_that_was_killed_is_started_again(llm: LLM) -> None:

@@ -6,10 +6,12 @@ A few hundred characters can keep a compiler of grammars busy for minutes, and a
 from __future__ import annotations
 
 import json
+import math
 import selectors
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from contextlib import suppress
 from importlib.util import find_spec
@@ -25,6 +27,7 @@ LIMITS = {"precompute_large_lexemes": False, "verbose_errors": False}
 
 KEPT = 128  # grammars
 _START_S = 60.0
+_REFUSED_S = 60.0  # for which a refusal is said again: who sends a slow form all day holds up no other forms
 _WORDS = 300  # characters of a compiler's message that a refusal has
 
 
@@ -36,15 +39,20 @@ class GrammarReader:
     """
 
     def __init__(self) -> None:
-        self._read: dict[tuple[str, str], str] = {}  # the least recently read first
+        self._read: dict[tuple[str, str], str] = {}
+        self._refused: dict[tuple[str, str], tuple[float, str]] = {}  # when, why
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[..., Any] | None = None
         self._is_ready = False
         self._lock = threading.Lock()
 
-    def has_read(self, form: StructuredOutputsParams) -> bool:
-        """Whether `form` was read lately, and is one."""
-        return form.definition in self._read
+    def knows(self, form: StructuredOutputsParams) -> bool:
+        """Whether `form` was read lately, so that `read` has its answer ready."""
+        return form.definition in self._read or self._find_refusal(form.definition) is not None
+
+    def _find_refusal(self, definition: tuple[str, str]) -> str | None:
+        refused_at, why = self._refused.get(definition, (-math.inf, ""))
+        return why if time.monotonic() - refused_at < _REFUSED_S else None
 
     def read(self, form: StructuredOutputsParams) -> str:
         """The grammar of `form`.
@@ -53,18 +61,19 @@ class GrammarReader:
             RefusedError: It is wrong, too large, takes too long, or no output has it. The message begins with its name.
         """
         definition = form.definition
-        known = self._read.get(definition)
+        known, refusal = self._read.get(definition), self._find_refusal(definition)
         if known is not None:
             return known
+        if refusal is not None:
+            raise refuse_form(form, refusal)
         with self._lock:
             if find_spec("llguidance") is None:
                 raise RefusedError(f"{form.name} needs llguidance: pip install 'tkernels[serve]'")
             grammar, error = self._ask(definition)
             if error:
+                _keep(self._refused, definition, (time.monotonic(), error))
                 raise refuse_form(form, error)
-            self._read[definition] = grammar
-            if len(self._read) > KEPT:
-                del self._read[next(iter(self._read))]
+            _keep(self._read, definition, grammar)
         return grammar
 
     def _ask(self, definition: tuple[str, str]) -> tuple[str, str]:
@@ -126,6 +135,14 @@ def refuse_form(form: StructuredOutputsParams, error: str) -> RefusedError:
     if why == "NoExtensionBias":  # its word for an empty set of texts
         why = "no output has this form: what it asks for ends nowhere, or is nothing"
     return RefusedError(f"{form.name} is refused: {why}")
+
+
+def _keep(found: dict[tuple[str, str], Any], definition: tuple[str, str], what: Any) -> None:
+    """Keeps what was found of a form, and no more than KEPT of them, the last ones."""
+    found.pop(definition, None)
+    found[definition] = what
+    if len(found) > KEPT:
+        del found[next(iter(found))]
 
 
 def first_line(message: str) -> str:

@@ -142,6 +142,7 @@ class Exchange(Response):
         try:
             ticket = self._admit(request, len(body))
             try:
+                self._end_after("queue", limits.queue_timeout, "no token came in time", "queue_timeout")
                 await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
             finally:
@@ -184,7 +185,6 @@ class Exchange(Response):
         try:
             streams += front.client.submit(*job.requests)
             self._let_start_over(True)
-            self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:
             raise refuse(request, error) from None

@@ -131,7 +131,9 @@ class FrontEnd:
 
     async def read_form(self, form: StructuredOutputsParams) -> None:
         """Reads the form of an output; one that was read before takes no time. RefusedError says what is wrong."""
-        if not self._forms.has_read(form):
+        if self._forms.knows(form):
+            self._forms.read(form)
+        else:
             await asyncio.get_running_loop().run_in_executor(self._form_thread, self._forms.read, form)
 
     def readiness(self) -> Mapping[str, Any]:

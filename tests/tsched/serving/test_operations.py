@@ -1,5 +1,6 @@
 """What a server does when things go wrong: too much is asked, clients leave or stall, times are over, it is stopped."""
 
+import asyncio
 import json
 import logging
 import re
@@ -208,6 +209,19 @@ def test_a_reader_that_does_not_read_is_given_up(stream: bool, start: Start) -> 
     connection.close()
 
 
+def test_a_slow_reader_has_all(start: Start) -> None:
+    server, _ = start(limits={"write_timeout": 0.3}, width=1 << 18)
+    connection = open_request(server, TEXT | {"max_tokens": 60})
+    began, received = time.monotonic(), 0
+    while received < 60 << 18:
+        time.sleep(0.05)
+        part = connection.recv(1 << 20, socket.MSG_WAITALL if received < 59 << 18 else 0)
+        assert part, "it was given up"
+        received += len(part)
+    assert time.monotonic() - began > 0.6
+    connection.close()
+
+
 def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Start) -> None:
     server, client = start(limits={"max_unread_bytes": 1000}, width=1 << 18, num_unread=500)
     connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120, "prompt": ["a", "b"]})
@@ -221,13 +235,17 @@ def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Sta
 # Times are over.
 
 
-def test_no_token_in_time_is_504(start: Start) -> None:
+def test_no_token_in_time_is_504(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, client = start(limits={"queue_timeout": 0.1}, first=60.0)
     for stream in (False, True):
         answer = server.post("/v1/completions", TEXT | {"stream": stream})
         assert (answer.status, answer.error["code"]) == (504, "queue_timeout")
     wait_for(lambda: at_rest(server))
     assert len(client.aborted) == 2
+    monkeypatch.setattr(server.front, "read_form", lambda _: asyncio.sleep(60))  # it waits for its form to be read
+    answer = server.post("/v1/completions", TEXT | {"structured_outputs": {"regex": "a"}})
+    assert (answer.status, answer.error["code"]) == (504, "queue_timeout")
+    wait_for(lambda: at_rest(server))
 
 
 def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(start: Start) -> None:
