@@ -11,7 +11,7 @@ its last barrier, not what the other threads may still be doing (PTX memory mode
 import itertools
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,10 +23,16 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels import interpreter
+from tkernels.config import Config
+from tkernels.contract import Case
 from tkernels.errors import TKernelsError
+from tkernels.inputs import clone_inputs, roughen_floats
 from tkernels.interpreter import replaced_methods
-from tkernels.verification.addresses import place_of
-from tkernels.verification.program_order import programs_of
+from tkernels.launch import Door
+from tkernels.variant import Variant
+from tkernels.verification.addresses import place_of, sanitizing_door
+from tkernels.verification.calls import call
+from tkernels.verification.program_order import permuted_programs, programs_of
 
 READ, WRITE, ATOMIC = range(3)
 _VERBS = {READ: "loads", WRITE: "stores", ATOMIC: "updates"}
@@ -335,3 +341,31 @@ def describe_race(history: History, race: Race, grid: tuple[int, ...], arguments
         return f"program {programs[access.program]} {_VERBS[access.kind]} it at {', called from '.join(access.site)}"
 
     return f"nothing orders two accesses to {place_of(arguments, race.cell)}: {told(one)}; {told(two)}"
+
+
+ORDERS = (None, "reversed")
+"""What a program does may depend on who came before it: who is last reads what the others left."""
+
+
+def racing_door(order: str | None) -> Door:
+    """The interpreter, in its own order or another, which refuses a launch whose programs race."""
+
+    def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+        with permuted_programs(grid, order) if order else nullcontext(), recorded_accesses(grid) as history:
+            sanitizing_door(kernel, grid, arguments, config)
+        if race := history.find_race():
+            raise RaceError(f"{kernel.__name__}: {describe_race(history, race, grid, arguments)}")
+
+    return door
+
+
+def check_races(variant: Variant, case: Case, config: Config | None = None) -> None:
+    """Runs a variant's launches in both orders.
+
+    Raises:
+        RaceError: A launch whose programs race.
+        Whatever the variant raises.
+    """
+    inputs = roughen_floats(case.inputs, case.seed)
+    for order in ORDERS:
+        call(variant, clone_inputs(inputs), config, door=racing_door(order))
