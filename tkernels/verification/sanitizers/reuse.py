@@ -39,12 +39,12 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
         return None
     # The other case in fresh storages, which live on: nothing else may come to lie where they are.
     fresh = _overwritten(clone_inputs(storages), other)
-    expected = call(variant, dict(fresh), config)
+    before = clone_inputs(fresh)
+    expected = call(variant, fresh, config)
     first = call(variant, storages, config, place=keep)
-    if wrong := _fault(variant, case.inputs, first):
+    if wrong := _fault(variant, before, expected) or _fault(variant, case.inputs, first):
         return f"after a call with other values of the same shapes: {wrong}"
     inputs = _overwritten(storages, other)
-    before = clone_inputs(inputs)
     second = call(variant, inputs, config, place=_taking(iter(kept)))
     second = {name: _with_poison(result, expected[name]) for name, result in second.items()}
     wrong = (first_difference(expected, second) if variant.deterministic else None) or _fault(variant, before, second)
