@@ -82,9 +82,23 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.random_rules --steps 1000000 --states": "hours; tests/tsched/test_state_slots.py",
     "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
     "python -m tests.tsched.serving.soak --minutes 3": "minutes; tests/tsched/serving/test_soak.py",
+    "python -m tests.tsched.serving.overload load": "a minute; tests/tsched/serving/test_large_marks.py",
+    "python -m tests.tsched.serving.cancels load --cancels 1000": "minutes; tests/tsched/serving/test_cancels.py",
+    "python -m tests.tsched.serving.many_streams load --streams 2000": (
+        "minutes; tests/tsched/serving/test_large_marks.py"
+    ),
+    "python -m tests.tsched.serving.many_streams load --streams 100 --seconds 300": (
+        "minutes; tests/tsched/serving/test_large_marks.py"
+    ),
+    "python -m tests.tsched.serving.stops load": "minutes; tests/tsched/serving/test_large_marks.py",
     "python -m tests.tsched.serving.framing_cost": "a figure",
     "python -m tests.tsched.serving.same_answers answers": "minutes; tests/tsched/serving/test_answers.py",
     "python -m tests.tsched.serving.cost_over_http cost": "a figure",
+    "python -m tests.tsched.serving.fuzz_routes --examples 1000": "minutes; tests/tsched/serving/test_fuzz.py",
+    "python -m tests.tsched.serving.perplexity perplexity": "seconds; tests/tsched/serving/test_perplexity.py",
+    "python -m tests.tsched.serving.histograms histograms": "a minute; tests/tsched/serving/test_histograms.py",
+    "python -m tests.tsched.serving.slow_and_large slow": "minutes; tests/tsched/serving/test_slow_clients.py",
+    "python -m tests.tsched.serving.start_cost start": "a figure",
     "python -m tests.tsched.structured_cost 32": "a figure",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
 }

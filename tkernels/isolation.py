@@ -328,7 +328,7 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        _die_with(starter, signal.SIGKILL)
+        die_with(starter, signal.SIGKILL)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")  # where memory runs out, Linux ends this child and not its starter
         for target, pipe in enumerate((os.open(os.devnull, os.O_RDONLY), printing, printing)):
@@ -351,7 +351,7 @@ def _live(work: Work, sending: int, printing: int, starter: int) -> NoReturn:
         os._exit(status)
 
 
-def _die_with(starter: int, number: int) -> None:
+def die_with(starter: int, number: int) -> None:
     """Has the kernel send this process a signal when its starter is gone, however that came."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != starter:  # it was gone before that
@@ -361,7 +361,7 @@ def _die_with(starter: int, number: int) -> None:
 def serve(starter: int, imports: Sequence[str]) -> None:
     """The life of a server: its orders come on stdin, a line each, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
-    _die_with(starter, signal.SIGTERM)
+    die_with(starter, signal.SIGTERM)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a child leaves behind shall be this process's
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer

@@ -44,8 +44,10 @@ class KernelSet:
     tuning: Tuning = field(repr=False)
     ranges: Ranges = field(default=NVTX, repr=False)
     """Where its kernels are named while they run; whoever builds on the set names the rest there."""
+    axes: OpAxes = field(default_factory=dict, repr=False)
+    """What it was chosen for: the ops that the model calls, and the whole range of axes that it calls them with."""
 
-    @property
+    @functools.cached_property
     def arm(self) -> dict[str, str]:
         """op -> variant name, with pinned values in brackets; what a results row is labelled with."""
         return {op: kernel.label for op, kernel in sorted(self.running.items())}
@@ -58,6 +60,11 @@ class KernelSet:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.kernels)
+
+    def greatest(self, op: str, axis: str) -> int:
+        """The most that the model calls `op` with along `axis`, a number."""
+        values = [way[axis] for way in ways(self.axes[op])]
+        return max(int(value[-1] if isinstance(value, tuple) else value) for value in values)
 
     if TYPE_CHECKING:
 
@@ -115,7 +122,7 @@ def select(
         kernels = {name: make(ops[name]) for name in axes}
     except UnknownNameError as error:
         raise SelectionError(f"kernels: {error}") from None
-    return KernelSet(kernels, resolved, ranges)
+    return KernelSet(kernels, resolved, ranges, axes)
 
 
 def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.device) -> OpAxes:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -31,9 +32,12 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.
 _MAX_SIZE = 2**24
 """Of a whole number in config.json. The longest context of a published model is 10,485,760 tokens; vocabularies and
 widths are far smaller."""
-_MAX_LAYERS = 2**12
-"""Of a number of layers, each of which takes names, shapes and objects before any weight is read. Published models have
-up to 126."""
+_MAX_PARTS = 2**12
+"""Of a number of layers or heads, each of which takes names, shapes and objects before any weight is read, and of a
+head's width. Published models have up to 126 layers, 128 heads and a width of 512."""
+
+Epsilon = Annotated[float, Field(gt=0, le=1)]
+"""What a norm adds to a mean square; more would leave little of a vector."""
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -59,7 +63,7 @@ class HuggingFaceConfig(BaseModel):
     @classmethod
     def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
         """Bounds every architecture's sizes: tables and lists are made of them before any weight shows them wrong."""
-        most = _MAX_LAYERS if "layer" in str(info.field_name) else _MAX_SIZE
+        most = _MAX_PARTS if any(part in str(info.field_name) for part in ("layer", "head")) else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             raise PydanticCustomError("size", "must be at most {most}", {"most": most})
         return value
@@ -190,16 +194,20 @@ class QwenWindows(RotaryConfig):
     layer_types: list[LayerType] | None = None
 
     def windows(self) -> tuple[int | None, ...]:
-        """Of each layer; None is all keys before a query."""
-        first = self.max_window_layers if self.use_sliding_window else self.num_hidden_layers
-        layers = range(self.num_hidden_layers)
-        by_place: list[LayerType] = ["sliding_attention" if i >= first else "full_attention" for i in layers]
-        given = self.use_sliding_window or "sliding_window" in self.model_fields_set
-        return windows_of(
-            by_place if self.layer_types is None else self.layer_types,
-            self.sliding_window if given else None,
-            self.num_hidden_layers,
-        )
+        """Of each layer; None is all keys before a query.
+
+        Raises:
+            ConfigError: Layers slide, but the file says that no window is used: transformers cannot run such a model.
+        """
+        window = self.sliding_window if self.use_sliding_window else None
+        if self.layer_types is None:
+            first = self.num_hidden_layers if window is None else self.max_window_layers
+            return tuple(window if index >= first else None for index in range(self.num_hidden_layers))
+        if "sliding_attention" in self.layer_types and not self.use_sliding_window:
+            raise ConfigError(
+                "layer_types names sliding_attention, but use_sliding_window is false; one of them is wrong"
+            )
+        return windows_of(self.layer_types, window, self.num_hidden_layers)
 
 
 Fields = TypeVar("Fields", bound=HuggingFaceConfig)

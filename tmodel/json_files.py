@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+import stat
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,8 +28,25 @@ class ConfigError(TKernelsError, ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        cut = len(message) > _MAX_MESSAGE
-        super().__init__(f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)" if cut else message)
+        super().__init__(cut_message(message))
+
+
+def cut_message(message: str) -> str:
+    """`message` as long as one may be: names and values in it may have been made to be without an end."""
+    cut = len(message) > _MAX_MESSAGE
+    return f"{message[:_MAX_MESSAGE]}... ({len(message)} characters)" if cut else message
+
+
+def count_bytes(path: Path) -> int:
+    """The size of a file that ends.
+
+    Raises:
+        OSError: There is none, or it is a directory, a pipe or a device, of which the last two may be read for ever.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is not a regular file")
+    return found.st_size
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -38,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: The file is missing, damaged, too large, or holds something else than an object.
     """
     try:
-        num_bytes = path.stat().st_size
+        num_bytes = count_bytes(path)
         if num_bytes > _MAX_BYTES:
             raise ConfigError(f"{path}: {num_bytes} bytes; a model's JSON file has {_MAX_BYTES} at most")
         content = parse_json(path.read_bytes())

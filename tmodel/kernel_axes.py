@@ -84,7 +84,7 @@ def rotary_axes(config: ModelConfig, limits: Limits, rotary_dim: int, *, head_no
             "T": (1, limits.max_num_tokens),
             "Dv": config.head_dim,
             "R": rotary_dim,
-            "L": config.max_position_embeddings,
+            "L": limits.max_model_len,
             "P": limits.num_blocks,
             "S": limits.block_size,
             "q_weight": head_norms,
@@ -135,9 +135,11 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
     """What the linear layers `linears` and their activations call, as LinearReader makes them."""
     tokens = (1, limits.max_num_tokens)
     fused = [shape for shape in linears if fuses_swiglu(shape, quantization)]
-    split = [shape for shape in linears if shape.gated and shape not in fused]
+    split = [shape for shape in linears if shape.gated and not fuses_swiglu(shape, quantization)]
     curved = [shape for shape in linears if fuses_gelu(shape, quantization)]
-    apart = [shape for shape in linears if shape not in (*fused, *curved)]
+    apart = [
+        shape for shape in linears if not fuses_swiglu(shape, quantization) and not fuses_gelu(shape, quantization)
+    ]
     dense = [(shape, sizes) for shape in apart if (sizes := _dense_outputs(shape, quantization))]
     axes: Axes = {}
     if dense:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tkernels import KernelSet
 from tmodel.architectures import Architectures, find_architecture, known_architectures
 from tmodel.cache_kinds import store_pages_as
 from tmodel.config import Architecture, Model, ModelConfig
-from tmodel.fields import HuggingFaceConfig, parse_fields
+from tmodel.fields import parse_fields
 from tmodel.formats import find_format, refuse_gguf
 from tmodel.formats.cache_scheme import parse_cache_dtype
 from tmodel.json_files import ConfigError, read_json
@@ -42,23 +43,32 @@ def load_config(path: str | Path, architectures: Architectures | None = None) ->
     refuse_gguf(Path(path))
     file = Path(path) / "config.json"
     raw = read_json(file)
-    try:
+    with _naming(file):
         architecture = find_named_architecture(raw, architectures)
         fields = parse_fields(architecture.fields, raw)
-        config = architecture.resolve(fields, _end_token_ids(Path(path), fields))
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error.__cause__
+    ids = _generation_token_ids(Path(path) / "generation_config.json", fields.vocab_size)
+    with _naming(file):
+        if ids is None:
+            ids = _parse_token_ids(fields.eos_token_id, fields.vocab_size)
+        config = architecture.resolve(fields, ids)
     named_format = find_format(Path(path), raw)
     if named_format is None:
         return config
     format_file, quantization_format = named_format
-    try:
+    with _naming(format_file):
         cache_dtype = parse_cache_dtype(raw.get("quantization_config"))
         quantization = Quantization(quantization_format, tuple(config.linears()), cache_dtype)
         cache_kinds = store_pages_as(config.cache_kinds, cache_dtype)
         return replace(config, quantization=quantization, cache_kinds=cache_kinds)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Puts the file ahead of what is wrong with it."""
+    try:
+        yield
     except ConfigError as error:
-        raise ConfigError(f"{format_file}: {error}") from error.__cause__
+        raise ConfigError(f"{file}: {error}") from error.__cause__
 
 
 def parse_config(raw: Mapping[str, Any], architectures: Architectures | None = None) -> ModelConfig:
@@ -112,19 +122,31 @@ def load_model(
     with opened as checkpoint, torch.inference_mode():
         # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
+        checkpoint.check_headers(_layer_tensors(config))  # a layer that is not there is found before any is read
         model = config.architecture.build(config, checkpoint, kernels)
         checkpoint.refuse_unused()
     return model
 
 
-def _end_token_ids(directory: Path, fields: HuggingFaceConfig) -> tuple[int, ...]:
-    """Reads the ids that end a generation: generation_config.json's where it names any, else config.json's.
+def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what a checkpoint must hold of the layers; what replaces a quantized weight is not among it."""
+    quantization, layers = config.quantization, f"{config.architecture.layers}."
+    return {
+        name: shape
+        for name, shape in config.tensors().items()
+        if name.startswith(layers)
+        and (quantization is None or quantization.scheme(name.removesuffix(".weight")) is None)
+    }
 
-    transformers' `generate` looks in the same order.
+
+def _generation_token_ids(file: Path, vocab_size: int) -> tuple[int, ...] | None:
+    """Reads the ids that end a generation from generation_config.json; None where it is not there, or names none.
+
+    They stand above config.json's. transformers' `generate` looks in the same order.
     """
-    generation_file = directory / "generation_config.json"
-    ids = read_json(generation_file).get("eos_token_id") if generation_file.exists() else None
-    return _parse_token_ids(fields.eos_token_id if ids is None else ids, fields.vocab_size)
+    ids = read_json(file).get("eos_token_id") if file.exists() else None
+    with _naming(file):
+        return None if ids is None else _parse_token_ids(ids, vocab_size)
 
 
 def _parse_token_ids(given: Any, vocab_size: int) -> tuple[int, ...]:

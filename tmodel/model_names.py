@@ -6,6 +6,7 @@ calls the other functions. None of them loads, makes or fetches weights: that is
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +55,14 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
         architectures: Those that it may be of; None is those of the house.
 
     Raises:
-        ValueError: `model` is neither a str nor a Path.
+        ValueError: `model` is neither a str nor a Path, or it is empty.
         ConfigError: There is no such model, and the message says where it was looked for in which order, or its
             configuration cannot be served.
     """
-    if not isinstance(model, str | Path):
+    if not isinstance(model, str | Path) or model == "":  # Path("") would be the working directory
         raise ValueError(f"model must be a name or a path, got {model!r}")
     directory = Path(model)
-    if directory.is_dir() or isinstance(model, Path):
+    if _is_directory(directory) or isinstance(model, Path):
         return directory_model(directory, architectures)
     if model.startswith(RANDOM):
         return random_model(model.removeprefix(RANDOM))
@@ -85,10 +86,18 @@ def find_model(model: str | Path, architectures: Architectures | None = None) ->
 
 def directory_model(directory: Path, architectures: Architectures | None = None) -> ModelPlan:
     """The model in `directory`. ConfigError where that is no directory, or its model cannot be served."""
-    if not directory.is_dir():
+    if not _is_directory(directory):
         refuse_gguf(directory)
         raise ConfigError(f"{directory} is not a directory")
     return ModelPlan(directory.name, load_config(directory, architectures), lambda: directory, directory)
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether there is such a directory; ConfigError where the file system takes no such name, or does not say."""
+    try:
+        return path.is_dir()
+    except OSError as error:
+        raise ConfigError(f"model {reprlib.repr(str(path))}: {error.strerror}") from None
 
 
 def preset_model(preset: str) -> ModelPlan:

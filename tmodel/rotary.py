@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, ConfigDict, Field
 
 from tmodel.json_files import ConfigError
 
+_ROWS_AT_ONCE = 2**14
+"""Of a table, in the making: angles are float64, and there are several of each for a while."""
+
 Length = Annotated[int, Field(gt=1, le=2**24)]
-Turns = Annotated[float, Field(ge=1e-3, le=1e6)]
-Scale = Annotated[float, Field(gt=0, le=1e6)]
+Factor = Annotated[float, Field(ge=1e-3, le=1e6)]
+"""A ratio, a number of turns, or a scale. Published ones lie between 0.1 and 100; with these bounds every frequency is
+finite, and none is 0, in float32."""
 
 
 class RopeParameters(BaseModel):
@@ -31,7 +35,7 @@ class RopeParameters(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
-    rope_theta: float = Field(gt=1)
+    rope_theta: float = Field(gt=1, le=1e15)
     partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
@@ -64,7 +68,7 @@ class LinearRope(RopeParameters):
     Source: Chen et al., Extending Context Window via Position Interpolation, 2023.
     """
 
-    factor: PositiveFloat
+    factor: Factor
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
         return super().inverse_frequencies(dim, length) / self.factor
@@ -82,9 +86,9 @@ class Llama3Rope(RopeParameters):
         original_max_position_embeddings: The longest sequence before the scaling; None is the model's own.
     """
 
-    factor: PositiveFloat
-    low_freq_factor: PositiveFloat
-    high_freq_factor: PositiveFloat
+    factor: Factor
+    low_freq_factor: Factor
+    high_freq_factor: Factor
     original_max_position_embeddings: Length | None = None
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
@@ -122,13 +126,13 @@ class YarnRope(RopeParameters):
         truncate: Whether the ramp begins and ends at whole pairs of dims.
     """
 
-    factor: PositiveFloat | None = None
+    factor: Factor | None = None
     original_max_position_embeddings: Length | None = None
-    attention_factor: Scale | None = None
-    beta_fast: Turns = 32.0
-    beta_slow: Turns = 1.0
-    mscale: float | None = Field(default=None, ge=0)
-    mscale_all_dim: float | None = Field(default=None, ge=0)
+    attention_factor: Factor | None = None
+    beta_fast: Factor = 32.0
+    beta_slow: Factor = 1.0
+    mscale: float | None = Field(default=None, ge=0, le=1e6)
+    mscale_all_dim: float | None = Field(default=None, ge=0, le=1e6)
     truncate: bool = True
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
@@ -186,11 +190,11 @@ class LongRope(RopeParameters):
         attention_factor: What cos and sin are multiplied by; None is sqrt(1 + ln(factor) / ln(original length)).
     """
 
-    short_factor: list[PositiveFloat]
-    long_factor: list[PositiveFloat]
+    short_factor: list[Factor]
+    long_factor: list[Factor]
     original_max_position_embeddings: Length | None = None
-    factor: PositiveFloat | None = None
-    attention_factor: Scale | None = None
+    factor: Factor | None = None
+    attention_factor: Factor | None = None
 
     def inverse_frequencies(self, dim: int, length: int) -> torch.Tensor:
         chosen = self.long_factor if length > self._original(length) else self.short_factor
@@ -240,19 +244,23 @@ class Rope:
         self.parameters.check(self.dim)
 
     def tables(
-        self, length: int, *, dtype: torch.dtype, device: torch.device | str
+        self, length: int, positions: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the angles at positions 0 to length - 1, each [length, dim/2].
+        """cos and sin of the angles at positions 0 to positions - 1, each [positions, dim/2].
 
         Args:
             length: Tokens of the longest sequence that the model was made for; scaled kinds depend on it.
+            positions: Tokens of the longest sequence that it is asked for.
             dtype: Of the model. The tables are float32 for float32, float16 and bfloat16 (in half precision they would
                 misplace distant tokens), float64 for float64.
             device: Where the tables lie.
         """
         # The angles are rounded to float32 in every dtype, as transformers computes them.
         frequencies, scale = self.parameters.inverse_frequencies(self.dim, length), self.parameters.table_scale(length)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).double()  # [length, dim/2]
         kept = torch.float64 if dtype == torch.float64 else torch.float32
-        cos, sin = (table * scale for table in (angles.cos(), angles.sin()))
-        return cos.to(device=device, dtype=kept), sin.to(device=device, dtype=kept)
+        cos, sin = (torch.empty((positions, self.dim // 2), dtype=kept, device=device) for _ in range(2))
+        for places in torch.arange(positions, dtype=torch.float32).split(_ROWS_AT_ONCE):
+            angles = torch.outer(places, frequencies).double()  # [places, dim/2]
+            rows = slice(int(places[0]), int(places[0]) + len(places))
+            cos[rows], sin[rows] = angles.cos() * scale, angles.sin() * scale
+        return cos, sin

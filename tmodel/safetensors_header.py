@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from tkernels.errors import TKernelsError
-from tmodel.json_files import parse_json
+from tmodel.json_files import count_bytes, cut_message, parse_json
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES = {
@@ -34,12 +34,15 @@ DTYPES = {
 }
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
+MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 _MAX_COUNT = 2**63 - 1  # the most elements that torch counts
 
 
 class WeightError(TKernelsError, ValueError):
     """A checkpoint cannot be loaded; the message names the file and, where there is one, the tensor."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut_message(message))
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,14 @@ def read_header(file: Path) -> dict[str, Entry]:
         WeightError: The file is cut short or no safetensors, or its header breaks the format's rule.
     """
     try:
-        file_bytes = file.stat().st_size
+        file_bytes = count_bytes(file)
         with file.open("rb") as stream:
             prefix = stream.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if len(prefix) < 8 or header_bytes > file_bytes - 8:
                 raise WeightError(f"{file}: truncated or not safetensors: {file_bytes} bytes cannot hold its header")
-            if header_bytes > _MAX_HEADER_BYTES:
-                raise WeightError(f"{file}: its header has {header_bytes} bytes; the most are {_MAX_HEADER_BYTES}")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise WeightError(f"{file}: its header has {header_bytes} bytes; the most are {MAX_HEADER_BYTES}")
             header = parse_json(stream.read(header_bytes))
     except WeightError:
         raise

@@ -10,7 +10,8 @@ before any data is read: a file cut short is refused by name of the first tensor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -18,13 +19,14 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from tmodel.json_files import parse_json
-from tmodel.safetensors_header import DTYPES, FLOATS, Entry, WeightError, read_header
+from tmodel.json_files import count_bytes, parse_json
+from tmodel.safetensors_header import DTYPES, FLOATS, MAX_HEADER_BYTES, Entry, WeightError, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HEAD = "lm_head."
+_ASKED = "config.json asks for {}"
 BUFFER_BYTES = 2**23
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Computed = TypeVar("Computed")
@@ -112,9 +114,9 @@ class Checkpoint:
             WeightError: As `tensor`.
         """
         for name, shape in zip(names, shapes, strict=True):
-            self._check_entry(name, tuple(shape), "config.json asks for {}", FLOATS.values())
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
         rows = [shape[0] for shape in shapes]
-        fused = torch.empty((sum(rows), *shapes[0][1:]), dtype=self.dtype, device=self.device)
+        fused = self._allocate(names[0], (sum(rows), *shapes[0][1:]), self.dtype)
         for name, part in zip(names, fused.split(rows), strict=True):
             self._read_into(name, part)
             narrowed = self._entry(name).dtype.itemsize > self.dtype.itemsize
@@ -139,7 +141,7 @@ class Checkpoint:
         return self.tensor(name, tuple(reversed(shape))).t().contiguous()
 
     def raw(
-        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = "config.json asks for {}"
+        self, name: str, shape: Sequence[int], dtypes: Collection[torch.dtype], layout: str = _ASKED
     ) -> torch.Tensor:
         """Reads a tensor in its stored dtype.
 
@@ -160,10 +162,19 @@ class Checkpoint:
         self._taken.add(name)
         return tensor
 
+    def check_headers(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Checks tensors that `tensor` will be asked for, name -> shape, by the files' headers alone.
+
+        Raises:
+            WeightError: One is missing, has another shape or holds no floats.
+        """
+        for name, shape in shapes.items():
+            self._check_entry(name, tuple(shape), _ASKED, FLOATS.values())
+
     def peek(self, name: str) -> torch.Tensor:
         """Reads a tensor in its stored dtype and shape; `refuse_unused` still takes it for unread."""
         entry = self._entry(name)
-        tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device)
+        tensor = self._allocate(name, entry.shape, entry.dtype)
         self._read_into(name, tensor)
         return tensor
 
@@ -244,6 +255,14 @@ class Checkpoint:
             raise WeightError(f"{self.directory}: tensor {name!r} is missing from {files}")
         return self._entries[name]
 
+    def _allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Room for tensor `name`, and for those that are joined to it."""
+        try:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        except RuntimeError as error:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            raise self.error(name, f"takes {num_bytes} bytes of memory, which {self.device} has not") from error
+
     def _check_entry(self, name: str, shape: tuple[int, ...], layout: str, dtypes: Collection[torch.dtype]) -> Entry:
         entry = self._entry(name)
         if entry.dtype not in dtypes:
@@ -316,16 +335,25 @@ def read_index(index: Path, suffix: str = ".safetensors") -> dict[str, set[str]]
     Raises:
         WeightError: It is damaged, or names a file of another kind or another directory.
     """
-    shards: dict[str, set[str]] = {}
     try:
-        for tensor, name in parse_json(index.read_bytes())["weight_map"].items():
-            if Path(name).name != name or not name.endswith(suffix):
-                raise WeightError(f"{index}: tensor {tensor!r} is said to be in {name!r}, not a {suffix[1:]} file here")
-            shards.setdefault(name, set()).add(tensor)
+        if (num_bytes := count_bytes(index)) > MAX_HEADER_BYTES:
+            raise WeightError(f"{index}: {num_bytes} bytes; an index has {MAX_HEADER_BYTES} at most")
+        content = parse_json(index.read_bytes())
     except WeightError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{index}: not a {suffix[1:]} index with a weight_map: {error!r}") from error
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{index}: cannot be read as JSON: {error}") from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise WeightError(
+            f"{index}: weight_map must say of each tensor which {suffix[1:]} file it is in, got {reprlib.repr(files)}"
+        )
+    shards: dict[str, set[str]] = {}
+    for tensor, name in files.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(suffix):
+            said = f"weight_map says that tensor {tensor!r} is in {reprlib.repr(name)}"
+            raise WeightError(f"{index}: {said}, not a {suffix[1:]} file here")
+        shards.setdefault(name, set()).add(tensor)
     return shards
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,10 +13,11 @@ from tkernels.errors import TKernelsError
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError, UsageError
 from tsched.requests.outputs import RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.vllm_names import take_unused_arguments
 
 
 class EngineError(TKernelsError, RuntimeError):
@@ -54,7 +55,7 @@ class AsyncLLM(ServedModel):
     @property
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
-        return 0 if self._session is None else len(self._session.tickets)
+        return 0 if self._session is None else len(self._session.streams)
 
     async def __aenter__(self) -> AsyncLLM:
         self._open()
@@ -65,6 +66,7 @@ class AsyncLLM(ServedModel):
     ) -> None:
         await self.close()
 
+    @take_unused_arguments
     def add_request(
         self,
         request_id: str,
@@ -77,7 +79,8 @@ class AsyncLLM(ServedModel):
         """Begins to serve `prompt` at once.
 
         Args:
-            request_id: The caller's name for the request, unlike those of other unfinished requests.
+            request_id: The caller's name for the request, unlike those of others that have not finished and that nobody
+                has aborted.
             prompt: A text or token ids.
             params: None is SamplingParams().
             priority: Lower goes first, with order="priority".
@@ -89,30 +92,43 @@ class AsyncLLM(ServedModel):
             the engine fails.
 
         Raises:
-            TypeError: An argument has another type.
-            ValueError: An unfinished request has this name, or the priority is too large.
-            RuntimeError: This was drained or closed, or serves another event loop.
+            ArgumentTypeError: An argument has another type.
+            ArgumentError: An unfinished request has this name, or the priority is too large.
+            UsageError: This was drained or closed, or serves another event loop.
             EngineError: The engine has failed.
         """
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {type(request_id).__name__}")
+            raise ArgumentTypeError(f"request_id must be a str, got {type(request_id).__name__}")
         if params is not None and not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+            raise ArgumentTypeError(f"params must be SamplingParams, got {type(params).__name__}")
         session = self._open()
         if request_id in session.tickets:
-            raise ValueError(f"a request {request_id!r} is not finished yet; names of unfinished requests must differ")
+            raise ArgumentError(
+                f"a request {request_id!r} is not finished yet; names of unfinished requests must differ"
+            )
         ticket = self.make_ticket(
             request_id, prompt, params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
-        stream = RequestStream(self, session, ticket)
-        try:
-            session.thread.submit(ticket)
-        except RuntimeError:  # it failed since we looked
-            raise _engine_error(session.thread.failure) from session.thread.failure
-        session.streams[ticket] = weakref.ref(stream)
-        session.tickets[request_id] = ticket
+        (stream,) = self.submit(ticket)
         return stream
 
+    def submit(self, *tickets: Ticket) -> list[RequestStream]:
+        """Begins to serve requests that `make_ticket` has made, all before the same step of the engine.
+
+        Their names are unlike each other and unlike those of unfinished requests, and str. Otherwise as `add_request`.
+        """
+        session = self._open()
+        streams = [RequestStream(self, session, ticket) for ticket in tickets]
+        try:
+            session.thread.submit(*tickets)
+        except RuntimeError:  # it failed since we looked
+            raise _engine_error(session.thread.failure) from session.thread.failure
+        for ticket, stream in zip(tickets, streams, strict=True):
+            session.streams[ticket] = weakref.ref(stream)
+            session.tickets[str(ticket.prepared.request_id)] = ticket
+        return streams
+
+    @take_unused_arguments
     async def generate(
         self,
         prompt: Prompt,
@@ -143,14 +159,19 @@ class AsyncLLM(ServedModel):
         finally:
             await stream.aclose()
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request, wherever it is. Its iterator gives what it had, with finish_reason "abort".
+    @take_unused_arguments
+    def abort(self, request_id: str | Iterable[str]) -> Awaitable[None]:
+        """Ends a request, or each of several, wherever it is. Its iterator gives what it had, with finish_reason
+        "abort". Nothing happens where no unfinished request has this name.
 
-        Nothing happens where no unfinished request has this name.
+        Returns:
+            What may be awaited, as vLLM's callers do, and need not.
         """
-        ticket = None if self._session is None else self._session.tickets.get(request_id)
-        if ticket is not None and self._session is not None:
-            self._session.thread.abort(ticket)
+        session = self._session
+        for name in (request_id,) if isinstance(request_id, str) else request_id:
+            if session is not None and name in session.tickets:
+                session.abort(session.tickets[name])
+        return _Nothing()
 
     async def swap_kernels(self, choices: Swaps) -> int:
         """Changes kernels while requests are served: `await llm.swap_kernels({"paged_decode": "split_kv"})`.
@@ -168,7 +189,7 @@ class AsyncLLM(ServedModel):
 
         Raises:
             tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
-            RuntimeError: This was drained or closed, or serves another event loop.
+            UsageError: This was drained or closed, or serves another event loop.
             EngineError: The engine has failed.
         """
         session = self._open()
@@ -228,15 +249,22 @@ class AsyncLLM(ServedModel):
         """The session of this loop; the first call begins it."""
         loop = asyncio.get_running_loop()
         if self._session is not None and loop is not self._session.loop:
-            raise RuntimeError("an AsyncLLM serves one event loop, and this is another than its first")
+            raise UsageError("an AsyncLLM serves one event loop, and this is another than its first")
         if self._is_closing:
-            raise RuntimeError("this AsyncLLM was drained or closed and takes no more requests")
+            raise UsageError("this AsyncLLM was drained or closed and takes no more requests")
         if self._session is None:
             self._session = _Session(self)
             self._thread = self._session.thread
         if self._session.thread.failure is not None:
             raise _engine_error(self._session.thread.failure)
         return self._session
+
+
+class _Nothing:
+    """Nothing to wait for."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield from ()
 
 
 class _Session:
@@ -250,7 +278,7 @@ class _Session:
         self.loop = asyncio.get_running_loop()
         self._owner = weakref.ref(llm)
         self.streams: dict[Ticket, weakref.ref[RequestStream]] = {}  # of unfinished requests
-        self.tickets: dict[str, Ticket] = {}  # and by their names
+        self.tickets: dict[str, Ticket] = {}  # by their names, until somebody aborts them
         self.swapping = asyncio.Lock()
         self._ended = asyncio.Event()
         call_soon = self.loop.call_soon_threadsafe
@@ -268,6 +296,17 @@ class _Session:
     def has_ended(self) -> bool:
         """Whether the loop has heard of the thread's end."""
         return self._ended.is_set()
+
+    def abort(self, ticket: Ticket) -> None:
+        """Ends a request that has not ended. Another may have its name from now on."""
+        self.free_name(ticket)
+        self.thread.abort(ticket)
+
+    def free_name(self, ticket: Ticket) -> None:
+        """Another request may have the name of this one."""
+        name = str(ticket.prepared.request_id)
+        if self.tickets.get(name) is ticket:
+            del self.tickets[name]
 
     async def wait(self) -> None:
         """Waits until the thread has ended."""
@@ -310,7 +349,7 @@ class _Session:
                 stream._receive(one)
             if one.is_last:
                 streams.pop(one.ticket, None)
-                self.tickets.pop(str(one.ticket.prepared.request_id), None)
+                self.free_name(one.ticket)
 
 
 class RequestStream:
@@ -329,7 +368,7 @@ class RequestStream:
     def __init__(self, llm: AsyncLLM, session: _Session, ticket: Ticket) -> None:
         self._llm = llm  # the engine serves as long as somebody has this
         self._loop = session.loop
-        self._thread = session.thread
+        self._session = session
         self._ticket = ticket
         self._news: list[News] = []  # that the consumer has not taken
         self._waiter: asyncio.Future[None] | None = None  # done when there are some
@@ -346,6 +385,11 @@ class RequestStream:
         """Why the engine never took the request; None where it did, or has not yet."""
         return self._ticket.refusal
 
+    @property
+    def at_fault(self) -> str | None:
+        """The field of SamplingParams that made the request fail; None where none did."""
+        return self._ticket.at_fault
+
     def __aiter__(self) -> RequestStream:
         return self
 
@@ -353,27 +397,27 @@ class RequestStream:
         if self._is_over:
             raise StopAsyncIteration
         if self._waiter is not None:
-            raise RuntimeError(f"two tasks wait for the next output of request {self.request_id!r}; one may")
+            raise UsageError(f"two tasks wait for the next output of request {self.request_id!r}; one may")
         self._watch(asyncio.current_task())
         if not self._news:
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             except asyncio.CancelledError:
-                self._thread.abort(self._ticket)
+                self._session.abort(self._ticket)
                 raise
             finally:
                 self._waiter = None
         return self._take()
 
     async def aclose(self) -> None:
-        """Aborts the request, unless it has finished, and ends the iteration."""
-        self._thread.abort(self._ticket)
+        """Aborts the request, unless it has finished, and ends the iteration. Its name is free then."""
+        self._session.abort(self._ticket)
         self._end()
 
     def __del__(self) -> None:
         if not self._is_over:
-            self._thread.abort(self._ticket)
+            self._session.abort(self._ticket)
             self._end()
 
     def _watch(self, task: asyncio.Task[Any] | None) -> None:
@@ -432,7 +476,7 @@ def _consumer_ended(stream: weakref.ref[RequestStream], task: asyncio.Task[Any])
     """
     found = stream()
     if found is not None and not found._is_over and task.cancelled():
-        found._thread.abort(found._ticket)
+        found._session.abort(found._ticket)
 
 
 def _engine_error(cause: BaseException | None) -> EngineError:

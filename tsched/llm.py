@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -15,10 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.request import Request, count_cached_tokens, joint_error, joint_metrics
 from tsched.execution.served_model import ServedModel, Swaps
-from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError, RequestFault, UsageError
 from tsched.requests.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tsched.requests.prompts import Conversation, PreparedRequest, Prompt, Salt, broadcast_to_prompts, split_prompts
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.vllm_names import take_unused_arguments
 
 ParametersT = ParamSpec("ParametersT")
 ResultT = TypeVar("ResultT")
@@ -33,7 +35,7 @@ def use_alone(
     def call(llm: LLM, *arguments: ParametersT.args, **named: ParametersT.kwargs) -> ResultT:
         if not llm._in_use.acquire(blocking=False):
             asking = threading.current_thread().name
-            raise RuntimeError(
+            raise UsageError(
                 f"this LLM is in use, so it cannot {method.__name__} for thread {asking!r} now: "
                 "one thread uses it at a time. AsyncLLM serves requests as they come"
             )
@@ -45,28 +47,51 @@ def use_alone(
     return call
 
 
+UseTqdm = bool | Callable[..., Any]
+"""Whether to show a bar, or what makes one as tqdm does."""
+
 _PATIENCE_S = 2.0  # work shorter than this needs no progress bar
 
 
 class LLM(ServedModel):
     """Serves lists of prompts to their ends. `__init__` lists its options.
 
-    One thread uses it at a time: another's call is refused meanwhile, with a RuntimeError. AsyncLLM serves several.
+    One thread uses it at a time: another's call is refused meanwhile, with a UsageError. AsyncLLM serves several.
+    `close()` frees the device's memory, and so does the end of a `with`:
 
-    llm = LLM("path/to/Qwen3-0.6B", prefix_cache="none")
-    (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
-    print(output.outputs[0].text)
+        with LLM("path/to/Qwen3-0.6B", prefix_cache="none") as llm:
+            (output,) = llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=8))
+            print(output.outputs[0].text)
     """
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @use_alone
+    def close(self) -> None:
+        """Frees the device's memory: weights, caches and recorded steps. Any later use is refused with a UsageError.
+
+        Raises:
+            UsageError: This is in use.
+        """
+        if not self._is_closed:
+            self._free()
+
+    @take_unused_arguments
     @use_alone
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
         cache_salt: Salt | Sequence[Salt] = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
     ) -> list[RequestOutput]:
         """Serves `prompts` to their ends.
 
@@ -75,18 +100,19 @@ class LLM(ServedModel):
             sampling_params: One for all prompts, or a list of one each; None is SamplingParams().
             priority: The same; lower goes first, with order="priority".
             cache_salt: The same; only requests of one salt share cached prefixes.
-            use_tqdm: Whether to show a progress bar where the work is long and stderr is a terminal.
+            use_tqdm: Whether to show a progress bar where the work is long and stderr is a terminal. A callable makes
+                the bar, as tqdm does of `total` and `desc`.
 
         Returns:
             The outputs in the prompts' order. A request that cannot be served has finish_reason "error" and says why in
             `error`; the others finish.
 
         Raises:
-            TypeError: An argument has another type.
-            ValueError: A list has another length than `prompts`, or a priority is too large.
-            RuntimeError: This is in use, by another thread or by a callback's own call.
+            ArgumentTypeError: An argument has another type.
+            ArgumentError: A list has another length than `prompts`, or a priority is too large.
+            UsageError: This is in use, by another thread or by a callback's own call, or closed.
         """
-        entries = split_prompts(prompts)
+        engine, entries = self._engine, split_prompts(prompts)
         params = broadcast_to_prompts(
             "sampling_params", sampling_params, len(entries), SamplingParams, default=SamplingParams()
         )
@@ -103,19 +129,22 @@ class LLM(ServedModel):
         except BaseException:
             for requests in started.values():
                 for request in requests:
-                    self._engine.abort(request.sequence.id)
+                    engine.abort(request.sequence.id)
             raise
         return [
             refused[place] if place in refused else self._output(prepared, started[place])
             for place, prepared in enumerate(asked)
         ]
 
+    @take_unused_arguments
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: UseTqdm = True,
         *,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: Salt | Sequence[Salt] = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -125,24 +154,30 @@ class LLM(ServedModel):
 
         Args:
             messages: The messages of one conversation, or a list of such, see Conversation, like what is not said here.
-            sampling_params: As in `generate`, like `use_tqdm` and what is returned and raised.
+            sampling_params: As in `generate`, like `use_tqdm`, `priority`, `cache_salt`, what is returned and raised.
             chat_template: The text of a template in the place of the checkpoint's.
             chat_template_kwargs: More of the template's variables.
         """
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            kind = type(messages).__name__
+            raise ArgumentTypeError(f"messages must be a list of messages, or a list of such lists, got {kind}")
         several: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         conversations = [
             Conversation(one, add_generation_prompt, continue_final_message, chat_template, chat_template_kwargs or {})
             for one in several
         ]
-        return self.generate(conversations, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(
+            conversations, sampling_params, priority=priority, cache_salt=cache_salt, use_tqdm=use_tqdm
+        )
 
+    @take_unused_arguments
     @use_alone
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
         cache_salt: Salt | Sequence[Salt] = None,
     ) -> list[RequestOutput]:
         """Finds the best completions of each of `prompts`, see tsched.execution.beam_search.
@@ -156,14 +191,16 @@ class LLM(ServedModel):
             `cumulative_logprob`.
 
         Raises:
-            TypeError: An argument has another type.
-            ValueError: beam_width is above max_num_seqs, or as in `generate`.
+            ArgumentTypeError: An argument has another type.
+            ArgumentError: beam_width is above max_num_seqs, or as in `generate`.
         """
         if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
+            raise ArgumentTypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         max_num_seqs = self._engine.scheduler.table.num_rows
         if params.beam_width > max_num_seqs:
-            raise ValueError(f"beam_width is {params.beam_width}, max_num_seqs {max_num_seqs}: beams run side by side")
+            raise ArgumentError(
+                f"beam_width is {params.beam_width}, max_num_seqs {max_num_seqs}: beams run side by side"
+            )
         entries = split_prompts(prompts)
         requests = SamplingParams(temperature=0.0, max_tokens=params.max_tokens)
         asked = self._prepare_all(entries, [requests] * len(entries), priority, cache_salt)
@@ -188,9 +225,12 @@ class LLM(ServedModel):
         """
         return self._plan_swap(choices)()
 
-    def _run(self, total: int, use_tqdm: bool) -> None:
+    def _run(self, total: int, use_tqdm: UseTqdm) -> None:
         """Steps until nothing is left, with a bar once that takes long."""
         engine = self._engine
+        if callable(use_tqdm):
+            self._run_beside(use_tqdm(total=total, desc="generating"), total)
+            return
         started = time.perf_counter()
         while engine.has_unfinished and time.perf_counter() - started < _PATIENCE_S:
             engine.step()
@@ -209,11 +249,22 @@ class LLM(ServedModel):
                     rate = (engine.stats().num_output_tokens - before) / (time.perf_counter() - resumed)
                     bar.update(task, completed=total - engine.num_unfinished, rate=f"{rate:.0f} tokens/s")
 
+    def _run_beside(self, bar: Any, total: int) -> None:
+        """Steps until nothing is left, and tells a bar of tqdm's kind about it."""
+        try:
+            done = 0
+            while self._engine.has_unfinished:
+                self._engine.step()
+                bar.update(total - self._engine.num_unfinished - done)
+                done = total - self._engine.num_unfinished
+        finally:
+            bar.close()
+
     def _prepare_all(
         self,
         entries: list[Any],
         params: list[SamplingParams],
-        priority: int | Sequence[int],
+        priority: int | Sequence[int] | None,
         cache_salt: Salt | Sequence[Salt],
     ) -> list[PreparedRequest]:
         arrival = time.perf_counter()

@@ -16,7 +16,8 @@ from pathlib import PurePath
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, ForwardRef, Literal, get_args
 
-from tsched.requests.vllm_names import ENGINE_NAMES
+from tsched.requests.errors import ArgumentTypeError
+from tsched.requests.vllm_names import ENGINE_NAMES, drop_unused
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
 from tsched.torch_free import TKernelsError, suggest_name
 
@@ -408,13 +409,12 @@ def read_options(given: Mapping[str, Any]) -> EngineOptions:
     """The record of the options `given` by name; the others have their defaults.
 
     Raises:
-        TypeError: There is no option of such a name. The message has the nearest one, or what vLLM's is here.
+        ArgumentTypeError: There is no option of such a name. The message has the nearest one, or what vLLM's is here.
         OptionError: As EngineOptions.
     """
+    given = drop_unused(given, ENGINE_NAMES, "an engine has no option")
     for name in given:
-        if name in ENGINE_NAMES:
-            raise TypeError(f"an engine has no option {name!r}: it {ENGINE_NAMES[name]}")
         if name not in OPTIONS:
             hint = suggest_name(name, OPTIONS)
-            raise TypeError(f"an engine has no option {name!r}: there is {', '.join(OPTIONS)}{hint}")
+            raise ArgumentTypeError(f"an engine has no option {name!r}: there is {', '.join(OPTIONS)}{hint}")
     return EngineOptions(**given)

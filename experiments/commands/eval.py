@@ -28,6 +28,9 @@ def run(request: EvalRequest) -> int:
     reference = None
     if request.reference is not None:
         reference = named_model(request.reference, "--reference", request.architectures_from)
+        if (quantization := reference.config.quantization) is not None:
+            how = quantization.format.method
+            raise ExperimentError([f"--reference {request.reference}: is quantized, by {how}; a reference is dense"])
     windows = _cut_windows(request, text, plan, reference)
     length, dtype = windows.shape[1] - 1, plan.config.dtype
 

@@ -52,6 +52,9 @@ def _plan(request: QuantizeRequest) -> Job:
         group_size = DEFAULT_GROUP_SIZE if method.grouped else -1
     job = plan_job(model.directory(), method, request.bits, group_size, model.architectures)
     if method.walk == "none":
+        for option, given in (("--calibration", request.calibration), ("--window", request.window)):
+            if given is not None:
+                raise QuantizerError(f"{option} {given}: {method.name} looks at no text; leave it out")
         return job
     if request.calibration is None:
         raise QuantizerError(f"{method.name} needs --calibration, a file of text like what the model will read")

@@ -175,6 +175,7 @@ def _read_tensors(original: PickledCheckpoint, config: ModelConfig) -> tuple[dic
             raise ExperimentError([f"{original.file}: {problem}" for problem in found[:5]])
     second = _list_second_names(tensors, config.tensors().keys())
     kept = {name: tensor for name, tensor in tensors.items() if name not in second}
+    _check_expanded(original.file, kept, config)
     return kept, Conversion(len(kept), sorted(numbers), second)
 
 
@@ -187,6 +188,29 @@ def _list_second_names(tensors: Mapping[str, torch.Tensor], asked: Collection[st
             places.setdefault(place, []).append(name)
     shared = [names for names in places.values() if any(name in asked for name in names)]
     return sorted(name for names in shared for name in names if name not in asked)
+
+
+def _check_expanded(file: Path, tensors: Mapping[str, torch.Tensor], config: ModelConfig) -> None:
+    """Checks that what the model does not ask for is no larger than the pickles: a few bytes may be shown as many.
+
+    Raises:
+        ExperimentError: It is larger.
+    """
+    asked = config.tensors()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    others = {
+        name: tensor.nbytes
+        for name, tensor in tensors.items()
+        if tuple(tensor.shape) not in (asked.get(name), asked.get(f"{config.base_prefix}{name}"))
+    }
+    if sum(others.values()) > sum(storages.values()):
+        largest = max(others, key=lambda name: others[name])
+        raise ExperimentError(
+            [
+                f"{file}: tensor {largest!r} has shape {list(tensors[largest].shape)}, which config.json does not ask "
+                f"for, and tensors like it take {sum(others.values())} bytes, made of {sum(storages.values())} stored"
+            ]
+        )
 
 
 def _write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, advance: Callable[[int], None]) -> None:

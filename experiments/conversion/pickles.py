@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from experiments.document import ExperimentError
+from tmodel.json_files import count_bytes
 from tmodel.safetensors_header import DTYPES
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -66,6 +67,10 @@ def _load(file: Path) -> Any:
 
 
 def _check_archive(file: Path) -> None:
+    try:
+        count_bytes(file)
+    except OSError as error:
+        raise ExperimentError([f"{file}: cannot be read: {error}"]) from None
     if not zipfile.is_zipfile(file):
         what = "empty, cut short, or a pickle of the old kind, which is not opened"
         raise ExperimentError([f"{file}: {what}; {_EXPECTED}"])

@@ -1,7 +1,7 @@
 """Hears every call of a model's kernels: where in the model it is, what it got, and whether what it gave is right."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def hear_kernel(kernel: Kernel, listener: Listener) -> HeardKernel:
 def hear_kernels(kernels: KernelSet, listener: Listener) -> KernelSet:
     """The set, each of its kernels telling `listener` of its calls."""
     heard = {op: hear_kernel(kernel, listener) for op, kernel in kernels.kernels.items()}
-    return KernelSet(heard, kernels.tuning, kernels.ranges)
+    return replace(kernels, kernels=heard)
 
 
 @dataclass(frozen=True)

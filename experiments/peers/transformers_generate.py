@@ -108,8 +108,9 @@ def load_transformers(directory: Path, attention: str, device: torch.device, dty
 
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True
-    )
+        directory, dtype=dtype, attn_implementation=attention, use_safetensors=True, local_files_only=True,
+        trust_remote_code=False,  # else it asks at the terminal
+    )  # fmt: skip
     # The lengths are exact: no end-of-sequence token may cut one short.
     model.generation_config.eos_token_id = None
     return model.to(device).eval()

@@ -119,7 +119,7 @@ def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape
     directory = Path(name)
     try:
         architectures = architectures_with(architectures_from)
-        if directory.is_dir():
+        if name and directory.is_dir():  # Path("") would be the working directory
             return shape_of(load_config(directory, architectures), directory.resolve().name)
     except ValueError as error:
         raise ExperimentError([f"--model: {error}"]) from None

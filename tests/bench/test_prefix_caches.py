@@ -22,7 +22,7 @@ NAMES = [name for name in PREFIX_CACHES if name != "none"]
 
 
 def sequence_of(tokens: np.ndarray) -> Sequence:
-    return Sequence.create(0, tokens, SamplingParams(), 10**6)
+    return Sequence(0, tokens, SamplingParams(), 10**6)
 
 
 def prompt(seed: int) -> np.ndarray:

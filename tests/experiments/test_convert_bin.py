@@ -131,6 +131,27 @@ def test_names_that_share_memory_without_being_tied_are_stored_each(source: Path
     assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
 
 
+@pytest.mark.parametrize("shape", [(2**40,), (2**20, 2**20), (64, 2**30)])
+def test_a_tensor_that_is_shown_larger_than_it_is_stored_is_not_written(
+    source: Path, tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    tensors = {**checkpoint_tensors(CONFIG), NAME: torch.zeros(1).expand(shape)}
+    save(tensors, source / "pytorch_model.bin")
+    check_refused(source, tmp_path / "out", rf"pytorch_model\.bin: tensor '{NAME}' has shape \[.* made of \d+ stored")
+    stored = torch.zeros(2**16)
+    copies = {f"copy.{index}": stored[index:] for index in range(100)}
+    save({**checkpoint_tensors(CONFIG), **copies}, source / "pytorch_model.bin")
+    check_refused(source, tmp_path / "out", r"pytorch_model\.bin: tensor 'copy\.0' has shape \[65536\], which config")
+
+
+def test_a_tensor_that_is_asked_for_may_be_expanded(source: Path, tmp_path: Path) -> None:
+    tensors = {**checkpoint_tensors(CONFIG), NAME: torch.ones(1).expand(24, 16)}
+    save(tensors, source / "pytorch_model.bin")
+    result = convert(source, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert torch.equal(stored_in(tmp_path / "out")[NAME], torch.ones(24, 16))
+
+
 def test_plain_numbers_are_left_out_by_name(source: Path, tmp_path: Path) -> None:
     save({**checkpoint_tensors(CONFIG), "epoch": 3, "best": 0.5}, source / "pytorch_model.bin")
     result = convert(source, tmp_path / "out")
@@ -178,6 +199,11 @@ def test_what_is_no_weight_of_the_model_is_named(
     check_refused(source, tmp_path / "out", message)
 
 
+def test_a_pickle_that_may_never_end_is_not_read(source: Path, tmp_path: Path) -> None:
+    os.mkfifo(source / "pytorch_model.bin")
+    check_refused(source, tmp_path / "out", r"pytorch_model\.bin: cannot be read: it is not a regular file")
+
+
 def test_damaged_files_and_indices_are_named(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_parts(source, checkpoint_tensors(CONFIG))
@@ -195,7 +221,7 @@ def test_damaged_files_and_indices_are_named(source: Path, tmp_path: Path) -> No
     check_refused(source, out, r"pytorch_model-00002-of-00003\.bin: tensor 'ghost' is missing")
     listed["weight_map"]["ghost"] = "../elsewhere.bin"
     index.write_text(json.dumps(listed))
-    check_refused(source, out, r"tensor 'ghost' is said to be in '\.\./elsewhere\.bin', not a bin file here")
+    check_refused(source, out, r"tensor 'ghost' is in '\.\./elsewhere\.bin', not a bin file here")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 import experiments.stages.engine
+from experiments.commands.requests import RunRequest
+from experiments.commands.run import _carry_out
 from experiments.document import read_document
 from experiments.planning.plan import Plan, make_sweep
 from experiments.planning.resolved import resolved_text
@@ -18,7 +21,8 @@ from experiments.runs.folder import RunFolder
 from experiments.runs.rows import Row
 from experiments.stages.parity import first_difference
 from experiments.stages.timed_llm import TimedLLM
-from experiments.sweep.runner import failures
+from experiments.sweep.runner import RunInterrupted, failures
+from experiments.sweep.tasks import Executor
 from tests.tkernels.outside import write_variant
 from tkernels.source_hash import source_hash
 
@@ -100,6 +104,21 @@ def test_the_resolved_experiment_is_one_that_resolves_to_itself(run: Run, tmp_pa
     ]
     assert plan.variant_folders == ((tmp_path / "mine").resolve(),)
     assert resolved_text(again) == (folder.path / "resolved.yaml").read_text()
+
+
+def test_a_run_says_that_it_has_no_use_for_a_servers_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise RunInterrupted(tmp_path)
+
+    file = tmp_path / "experiment.yaml"
+    file.write_text(json.dumps({"name": "a", **KERNELS, "serving": {"queue_timeout": 5}}))
+    sweep = make_sweep(read_document(file))
+    assert yaml.safe_load(resolved_text(sweep))["serving"]["queue_timeout"] == 5
+    monkeypatch.setattr("experiments.sweep.runner.run_experiment", interrupt)
+    assert _carry_out(RunRequest(file), sweep, cast("Executor", None)) == 130
+    assert "serving: its limits are for tk serve; a run has no use for them" in capsys.readouterr().err
 
 
 def test_an_outside_variant_is_checked_timed_and_served(run: Run, tmp_path: Path, checkpoint: Path) -> None:

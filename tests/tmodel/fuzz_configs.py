@@ -70,6 +70,11 @@ FORMAT_KEYS = (
     *("version", "zero_point", "checkpoint_format", "format", "modules_to_not_convert", "ignore", "config_groups"),
     *("kv_cache_scheme", "pack_dtype", "backend", "weight_block_size", "activation_scheme", "packing_format"),
 )
+EXPRESSIONS = (
+    *("(?:(.+?)(.+?))+(?:jx|px)", "([a-z._0-9]+)+X", "(", "[[:alpha:]]", "a{e}", "((a{100}){100}){100}", "(" * 9000),
+    *("lm_head", r"model\.layers\.\d+\.mlp\..*", ".*", "", "a{99999999999}", "(?P<a>.)(?P<a>.)", "\\", "(?<=.*)x"),
+)
+"""Over names of layers: sound ones, broken ones, and such as take for ever."""
 FORMATS: tuple[Config, ...] = (
     {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True},
     {"quant_method": "awq", "bits": 4, "group_size": 8, "version": "gemm", "zero_point": True},
@@ -116,6 +121,11 @@ def quantize(config: Config, rng: random.Random) -> None:
     settings: Config = json.loads(json.dumps(rng.choice(FORMATS)))
     for key in rng.sample(FORMAT_KEYS, rng.randint(0, 3)):
         settings[key] = draw_value(rng)
+    if rng.random() < 0.3:
+        expression = rng.choice(EXPRESSIONS)
+        settings["dynamic"] = {rng.choice(["+:", "-:", ""]) + expression: {}}
+        settings["ignore"] = [rng.choice(["re:", ""]) + expression]
+        settings["modules_to_not_convert"] = [expression]
     if "config_groups" in settings and rng.random() < 0.5:
         group = settings["config_groups"]
         while isinstance(group, dict) and group and rng.random() < 0.7:

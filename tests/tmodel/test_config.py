@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -61,6 +62,15 @@ LISTS = {"short_factor": [1.0] * 8, "long_factor": [2] * 8}
 LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
+YARN = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+
+
+def spelled(kind: str, name: str, value: Any) -> dict[str, Any]:
+    """A config's rotary parameters of a kind, one of them of another value."""
+    parameters = {"linear": {"factor": 2.0}, "llama3": LLAMA3, "yarn": YARN, "longrope": LISTS}[kind]
+    return {"rope_scaling": {"type": kind, **parameters, name: value}}
+
+
 @pytest.mark.parametrize("architecture", known_rotary_architectures())
 @pytest.mark.parametrize(
     ("kind", "parameters"),
@@ -96,20 +106,21 @@ def test_old_and_new_spelling_give_equal_configs(
 
 
 MISTRAL, QWEN2 = {"architectures": ["MistralForCausalLM"]}, {"architectures": ["Qwen2ForCausalLM"]}
+WINDOWED = {"use_sliding_window": True, "sliding_window": 7}
 
 
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
         ({"sliding_window": 7}, (None, None)),
-        ({"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7)),
-        ({"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}, (7, None)),
+        ({**WINDOWED, "max_window_layers": 1}, (None, 7)),
+        ({**WINDOWED, "layer_types": ["sliding_attention", "full_attention"]}, (7, None)),
         (MISTRAL, (4096, 4096)),
         ({**MISTRAL, "sliding_window": 7}, (7, 7)),
         ({**MISTRAL, "sliding_window": None}, (None, None)),
         ({**MISTRAL, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}, (7, 7)),
         ({**QWEN2, "sliding_window": 7}, (None, None)),
-        ({**QWEN2, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, (None, 7)),
+        ({**QWEN2, **WINDOWED, "max_window_layers": 1}, (None, 7)),
         ({**QWEN2, "sliding_window": 7, "layer_types": ["full_attention"] * 2}, (None, None)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 7}, (None, None)),  # transformers ignores it too
     ],
@@ -118,6 +129,26 @@ def test_windows_per_layer(
     write_checkpoint: WriteCheckpoint, fields: dict[str, Any], windows: tuple[int | None, ...]
 ) -> None:
     assert load_config(write_checkpoint({}, **fields)).windows == windows
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize("layer_types", [..., ["full_attention"] * 2, ["full_attention", "sliding_attention"]])
+@pytest.mark.parametrize("use", [..., False, True])
+@pytest.mark.parametrize("window", [..., None, 7])
+def test_windows_are_those_of_transformers(
+    write_checkpoint: WriteCheckpoint, architecture: str, layer_types: Any, use: Any, window: Any
+) -> None:
+    fields = {"layer_types": layer_types, "use_sliding_window": use, "sliding_window": window, "max_window_layers": 1}
+    directory = write_checkpoint({}, architectures=[architecture], **fields)
+    import transformers
+
+    theirs = getattr(transformers, architecture).config_class.from_pretrained(directory)
+    if theirs.sliding_window is None and "sliding_attention" in theirs.layer_types:  # its attention needs a number
+        with pytest.raises(ConfigError, match="layer_types names sliding_attention, but"):
+            load_config(directory)
+    else:
+        expected = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+        assert list(load_config(directory).windows) == expected
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
@@ -152,7 +183,25 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
         ({"rope_parameters": {"type": ["linear"]}}, r"rope_type \['linear'\] is not supported"),
         ({"rope_scaling": {"rope_type": "default", "type": "mrope"}}, "rope_type is 'default', but type is 'mrope'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: Field required"),
-        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor: .*greater than 0, got 0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling.factor: .*greater than or equal to 0.001, got 0",
+        ),
+        *(
+            (spelled(kind, name, value), rf"rope_scaling\.{name}.*, got {re.escape(repr(value))}")
+            for kind, name in [
+                ("linear", "factor"),
+                ("llama3", "high_freq_factor"),
+                ("yarn", "mscale"),
+                ("yarn", "factor"),
+            ]
+            for value in (1e300, float("nan"), -1.0)
+        ),
+        (spelled("linear", "factor", 1e-300), "rope_scaling.factor: .*greater than or equal to 0.001, got 1e-300"),
+        (spelled("longrope", "long_factor", [1e-300] * 8), r"rope_scaling.long_factor.0: .* 0.001, got 1e-300"),
+        ({"rope_theta": 1e300}, "rope_theta: .*less than or equal to .*, got 1e\\+300"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps: .*less than or equal to 1, got 1e\\+300"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps: .*greater than 0, got 0"),
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling.factor: .*valid number, got '4'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters.low_freq_factor: Field required"),
         (
@@ -187,7 +236,14 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         ({**QWEN2, "layer_types": ["full_attention"] * 3}, "layer_types has 3 entries for num_hidden_layers=2"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer_types.0: .*'full_attention' or 'sliding_attention'"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is not given"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7},
+            "but use_sliding_window is false; one of them",
+        ),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": None},
+            "sliding_window is not given",
+        ),
         ({"sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
         ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "sliding_window=4096 Mistral's 2 layers are all sliding"),
@@ -213,6 +269,12 @@ def test_end_tokens_come_from_generation_config_first(write_checkpoint: WriteChe
     assert load_config(directory).eos_token_ids == (3, 2)
     generation_file.write_text(json.dumps({"temperature": 0.6}))
     assert load_config(directory).eos_token_ids == (1,)
+    generation_file.write_text("[]")
+    with pytest.raises(ConfigError, match=rf"^{directory}/generation_config\.json: expected a JSON object"):
+        load_config(directory)
+    generation_file.write_text(json.dumps({"eos_token_id": 40}))
+    with pytest.raises(ConfigError, match=rf"^{directory}/generation_config\.json: eos_token_id 40 is not a token id"):
+        load_config(directory)
 
 
 def test_a_missing_or_damaged_file_is_named(write_checkpoint: WriteCheckpoint) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def test_every_size_of_every_architecture_is_bounded(write_checkpoint: WriteChec
             continue
         with pytest.raises(ConfigError) as caught:
             load_config(write_checkpoint({}, architectures=[architecture], **{name: 2**40}))
-        bound = 2**12 if "layer" in name else 2**24
+        bound = 2**12 if "layer" in name or "head" in name else 2**24
         assert f"{name}: must be at most {bound}, got 1099511627776" in str(caught.value)
         assert "config.json: " in str(caught.value)
 
@@ -58,6 +59,19 @@ def test_a_file_without_an_end_is_not_read(write_checkpoint: WriteCheckpoint) ->
         load_config(directory)
 
 
+def test_what_may_never_end_is_not_read(write_checkpoint: WriteCheckpoint) -> None:
+    directory = write_checkpoint({})
+    file = directory / "config.json"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: it is not a regular file"):
+        load_config(directory)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON: it is not a regular file"):
+        load_config(directory)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -83,7 +97,10 @@ def test_a_message_shows_a_value_in_short(
 def test_end_tokens_of_generation_config_are_token_ids(write_checkpoint: WriteCheckpoint, given: Any) -> None:
     directory = write_checkpoint({})
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
-    with pytest.raises(ConfigError, match=f"is not a token id below vocab_size={CONFIG['vocab_size']}"):
+    with pytest.raises(
+        ConfigError,
+        match=f"generation_config.json: eos_token_id .* is not a token id below vocab_size={CONFIG['vocab_size']}",
+    ):
         load_config(directory)
 
 

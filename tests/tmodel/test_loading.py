@@ -28,7 +28,9 @@ from tmodel import (
     load_config,
     load_model,
 )
+from tmodel.decoders.pre_norm import PreNormModel
 from tmodel.random_weights import random_config
+from tmodel.weights import Checkpoint
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 
@@ -140,7 +142,8 @@ def test_the_cache_has_the_size_that_was_announced(write_checkpoint: WriteCheckp
 
 
 def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_checkpoint: WriteCheckpoint) -> None:
-    windowed = write_checkpoint({}, sliding_window=7, layer_types=["sliding_attention", "full_attention"])
+    windows = {"use_sliding_window": True, "sliding_window": 7}
+    windowed = write_checkpoint({}, **windows, layer_types=["sliding_attention", "full_attention"])
     axes = kernel_axes(load_config(windowed), LIMITS)
     assert axes["paged_decode"]["window"] == (0, 7)
     for op, ranges in axes.items():
@@ -149,6 +152,31 @@ def test_kernels_are_asked_for_every_axis_that_their_support_depends_on(write_ch
         for name, variant in tkernels.OPS[op].variants.items():
             reason = unsupported_in(variant, ranges, torch.device("cpu"), torch.float32)
             assert "which the model does not give" not in (reason or ""), (op, name)
+
+
+def test_layers_that_are_not_there_are_found_before_any_is_read(
+    write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "_read_into", lambda *_: pytest.fail("a tensor is read"))
+    directory = write_checkpoint(checkpoint_tensors(CONFIG), num_hidden_layers=4096)
+    with pytest.raises(
+        WeightError, match=r"tensor 'model\.layers\.2\.input_layernorm\.weight' is missing from model\.saf"
+    ):
+        load(directory, torch.float32)
+    last = "model.layers.1.mlp.down_proj.weight"
+    for wrong in (torch.ones(2, 2), torch.ones(16, 24).int()):
+        directory = write_checkpoint({**checkpoint_tensors(CONFIG), last: wrong})
+        with pytest.raises(WeightError, match=rf"tensor '{last}' (has shape|is stored as)"):
+            load(directory, torch.float32)
+
+
+def test_tables_of_positions_are_as_long_as_the_longest_sequence_that_is_served(
+    write_checkpoint: WriteCheckpoint,
+) -> None:
+    directory = write_checkpoint(max_position_embeddings=2**24)
+    model = load(directory, torch.float32, max_model_len=64)
+    assert isinstance(model, PreNormModel)
+    assert [tuple(table.shape) for table in model.rotation] == [(64, 8)] * 2
 
 
 def test_an_unsupported_shape_is_refused_before_weights_are_read(write_checkpoint: WriteCheckpoint) -> None:
@@ -178,7 +206,7 @@ def test_an_architecture_joins_by_its_file_alone(
         assert list(known_architectures()) == [*before, "Qwen4ForCausalLM"]
         config = load_config(directory)
         assert config.num_layers == 2
-        with pytest.raises(WeightError, match="'model.embed_tokens.weight' is missing"):
+        with pytest.raises(WeightError, match="'model.layers.0.input_layernorm.weight' is missing"):
             load_model(directory, config, None, device="cpu", dtype=torch.float32)  # type: ignore[arg-type]
     finally:
         known_architectures.cache_clear()

@@ -20,7 +20,7 @@ def rope(dim: int, theta: float) -> Rope:
 
 
 def test_tables_follow_the_formula() -> None:
-    cos, sin = rope(6, 10000.0).tables(9, dtype=torch.float64, device="cpu")
+    cos, sin = rope(6, 10000.0).tables(9, 9, dtype=torch.float64, device="cpu")
     assert cos.shape == sin.shape == (9, 3)
     pair = torch.arange(3, dtype=torch.float64)
     exact = torch.outer(torch.arange(9, dtype=torch.float64), 10000.0 ** (-2 * pair / 6))
@@ -31,11 +31,20 @@ def test_tables_follow_the_formula() -> None:
 
 def test_a_float32_table_is_the_float64_one_rounded() -> None:
     for wide, narrow in zip(
-        rope(64, 1e6).tables(5000, dtype=torch.float64, device="cpu"),
-        rope(64, 1e6).tables(5000, dtype=torch.float32, device="cpu"),
+        rope(64, 1e6).tables(5000, 5000, dtype=torch.float64, device="cpu"),
+        rope(64, 1e6).tables(5000, 5000, dtype=torch.float32, device="cpu"),
         strict=True,
     ):
         assert torch.equal(wide.float(), narrow)
+
+
+@pytest.mark.parametrize("kind", ROPE_KINDS)
+def test_fewer_positions_are_the_first_of_the_models_own(kind: str) -> None:
+    """The scaling goes by what the model was made for, however little of it is asked for."""
+    raw = {**drawn_config(kind, random.Random(kind)), "max_position_embeddings": 40_000}
+    whole, part = (rope_of(raw).tables(40_000, count, dtype=torch.float32, device="cpu") for count in (40_000, 20_000))
+    for table, its_part in zip(whole, part, strict=True):
+        assert torch.equal(table[:20_000], its_part)
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 1, 7])
@@ -121,6 +130,7 @@ def test_cos_and_sin_are_those_of_transformers(kind: str) -> None:
         ours = rope_of(raw)
         scale = ours.parameters.table_scale(length)
         assert scale == 1 or kind in ("yarn", "longrope")
-        for table, both_halves in zip(ours.tables(length, dtype=torch.float32, device="cpu"), expected, strict=True):
+        tables = ours.tables(length, length, dtype=torch.float32, device="cpu")
+        for table, both_halves in zip(tables, expected, strict=True):
             # A cosine of either is half a unit in the last place off, and so is the product.
             torch.testing.assert_close(table, both_halves[0, :, : ours.dim // 2], rtol=0, atol=2.5e-7 * scale)

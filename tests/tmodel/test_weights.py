@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,14 +236,27 @@ def test_an_index_that_promises_too_much_is_refused(write_checkpoint: WriteCheck
     index_file.write_text(json.dumps({"weight_map": {**weight_map, "ghost": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(WeightError, match=r"model-00001-of-00002\.safetensors: tensor 'ghost' is missing"):
         opened(directory)
-    for elsewhere in ("../model.safetensors", "/etc/model.safetensors", "model.bin"):
+    for elsewhere in ("../model.safetensors", "/etc/model.safetensors", "model.bin", 3, None, ["a"]):
         index_file.write_text(json.dumps({"weight_map": {"w": elsewhere}}))
-        with pytest.raises(WeightError, match=r"index\.json: tensor 'w' is said to be in"):
+        with pytest.raises(
+            WeightError,
+            match=rf"index\.json: weight_map says that tensor 'w' is in {re.escape(repr(elsewhere))}, not a",
+        ):
             opened(directory)
-    for damaged in ("{", "[]", '{"weight_map": 3}', "{}"):
+    for damaged, message in (
+        ("{", "cannot be read as JSON: "),
+        ('{"weight_map": {}, "weight_map": {}}', "cannot be read as JSON: 'weight_map' stands twice"),
+        ('{"weight_map": 3}', "weight_map must say of each tensor which safetensors file it is in, got 3"),
+        ("[]", "weight_map must say of each tensor which safetensors file it is in, got None"),
+        ('{"weight_map": {}}', r"weight_map must say .*, got {}"),
+    ):
         index_file.write_text(damaged)
-        with pytest.raises(WeightError, match=r"index\.json: not a safetensors index"):
+        with pytest.raises(WeightError, match=rf"index\.json: {message}"):
             opened(directory)
+    with index_file.open("r+b") as stream:
+        stream.truncate(2**40)  # a hole, which takes no room on the disk
+    with pytest.raises(WeightError, match=r"index\.json: 1099511627776 bytes; an index has 100000000 at most"):
+        opened(directory)
 
 
 def test_pickles_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -322,3 +338,30 @@ def test_a_file_that_becomes_shorter_after_its_header_was_read(write_checkpoint:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(WeightError, match=r"tensor 'w' cannot be read: the file has become shorter"):
         checkpoint.tensor("w", (100,))
+
+
+def test_weights_that_may_never_end_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match=r"model\.safetensors: its header cannot be read: it is not a regular file"):
+        opened(tmp_path)
+
+
+def test_a_message_shows_a_name_in_short(write_checkpoint: WriteCheckpoint) -> None:
+    with (
+        opened(write_checkpoint({"x" * 10**6: torch.ones(1)})) as checkpoint,
+        pytest.raises(WeightError, match="unexpected tensor 'xxx") as caught,
+    ):
+        checkpoint.refuse_unused()
+    assert len(str(caught.value)) < 4100
+
+
+def test_a_tensor_that_no_memory_holds_is_named(
+    write_checkpoint: WriteCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with opened(write_checkpoint({"w": torch.ones(4, 8)})) as checkpoint, monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(WeightError, match="tensor 'w' takes 128 bytes of memory, which cpu has not"):
+            checkpoint.tensor("w", (4, 8))

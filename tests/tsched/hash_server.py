@@ -189,7 +189,7 @@ class HashServer:
         params, length = request.params, len(request.prompt)
         tokens = [*request.prompt, *request.given]
         ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
-        key = philox_key(0, Sequence.create(number, request.prompt, params, MAX_MODEL_LEN))
+        key = philox_key(0, Sequence(number, request.prompt, params, MAX_MODEL_LEN))
         drawn = draw_uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
         while True:
             tokens.append(self.token_alone(tokens, tenant_of(request.salt), float(drawn[len(tokens) - length])))

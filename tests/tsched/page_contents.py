@@ -90,16 +90,13 @@ class Memory:
         for from_host, to_host, src, dst in state_copies:
             (self.host_states if to_host else self.states)[dst] = (self.host_states if from_host else self.states)[src]
 
-    def poison_writes(self, effects: Effects) -> None:
-        self.device.reshape(-1)[effects.slots] = POISON
-        self.states[effects.state_slots] = POISON
-
     def poison(self, effects: Effects) -> None:
         for _, to_host, _, dst in effects.copies:
             (self.host if to_host else self.device)[dst] = POISON
         for _, to_host, _, dst in effects.state_copies:
             (self.host_states if to_host else self.states)[dst] = POISON
-        self.poison_writes(effects)
+        self.device.reshape(-1)[effects.slots] = POISON
+        self.states[effects.state_slots] = POISON
 
 
 class PageContents:
@@ -180,12 +177,9 @@ class PageContents:
         return effects
 
     def run_out_of_memory(self) -> StepPlan:
-        """The only plan under way has made its copies; what it was to write may be there or not."""
+        """The only plan under way has stopped anywhere: what it was to copy and to write may be there or not."""
         (effects,) = self.under_way
-        self.under_way.clear()
-        self.committed.copy(effects.copies, effects.state_copies)
-        for memory in (self.issued, self.committed):
-            memory.poison_writes(effects)
+        self.lose()
         return effects.plan
 
     def lose(self) -> None:

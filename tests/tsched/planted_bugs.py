@@ -18,7 +18,9 @@ from typing import Any
 
 from tests.tsched.random_schedules import Schedule, draw_schedule, stream_of_urgent_requests
 from tests.tsched.schedules import serve, server_factory
+from tsched.scheduling.admission import Admission
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.departures import Departures
 from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
@@ -44,14 +46,15 @@ BUGS = (
                "self._preempt(int(rows[-1]))", "self._preempt(int(rows[0]))"),
     PlantedBug("a stale epoch is not noticed", Scheduler, "commit",
                "live = table.epoch[rows] == plan.sampled_epochs", "live = table.epoch[rows] >= 0"),
-    PlantedBug("an abort of a running sequence leaks its blocks", Scheduler, "_finish_rows",
+    PlantedBug("an abort of a running sequence leaks its blocks", Departures, "end_rows",
                "self._memory.release_each(rows, left)",
                "'abort' in reasons.values() or self._memory.release_each(rows, left)"),
-    PlantedBug("an abort of a waiting sequence leaks its blocks", Scheduler, "finish",
+    PlantedBug("an abort of a waiting sequence leaks its blocks", Departures, "end",
                "self._memory.drop(sequence)", "pass"),
-    PlantedBug("prompt blocks are matchable before they are computed", Planner, "_admit",
-               "self._waiting.remove(sequence)",
-               "self._waiting.remove(sequence); self._memory.cache.insert(sequence, blocks, sequence.tokens.size)"),
+    PlantedBug("prompt blocks are matchable before they are computed", Admission, "_place",
+               "begin += missing",
+               "begin += missing; self._memory.cache.insert(sequence, np.concatenate((held, blocks)), "
+               "sequence.tokens.size)"),
     PlantedBug("a fork writes to a block that others read", KVMemory, "enter",
                "copies = num_computed % self.pool.block_size != 0 and", "copies = 0 and"),
     PlantedBug("a hit covers the last token too", RunCache, "match",
@@ -64,7 +67,7 @@ BUGS = (
     PlantedBug("equal content: the wrong one of two blocks is released", RunCache, "insert",
                "pool.release(blocks[start : start + known.size])", "pool.release(known)"),
     PlantedBug("blocks change in the table, and the plan does not say so", Planner, "note_inserted",
-               "self._rewritten.append(row)", "pass"),
+               "self._rewritten += rewritten", "pass"),
     PlantedBug("a hit takes no reference", RunCache, "match",
                "self._pool.share(blocks)", "self._pool._refs[blocks] = 1"),
     PlantedBug("a block in use is evicted", RunQueue, "_evict",

@@ -101,6 +101,7 @@ def rowwise_kernels() -> tkernels.KernelSet:
             qk_norm_rope_scatter=_qk_norm_rope_scatter,
             paged_decode=_paged_decode,
             paged_prefill=_paged_prefill,
+            greatest=lambda op, axis: SHAPE["max_position_embeddings"],
             ranges=NVTX,
         ),
     )

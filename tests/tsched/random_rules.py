@@ -89,7 +89,8 @@ RULES: list[tuple[int, Callable[[ServingWorld, random.Random], None]]] = [
     (40, _fork),
     (50, lambda world, rng: world.replace_last(rng.randrange(100), rng.randrange(1, VOCAB))),
     (2, lambda world, rng: world.lose_a_step()),
-    (3, lambda world, rng: world.run_out_of_memory()),
+    (2, lambda world, rng: world.run_out_of_memory()),
+    (1, lambda world, rng: world.lose_the_tokens()),
 ]
 _WEIGHTS = [weight for weight, _ in RULES]
 _ACTIONS = [action for _, action in RULES]

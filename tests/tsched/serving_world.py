@@ -195,8 +195,20 @@ class ServingWorld:
             self.commit()
         if not self.pages.under_way:
             return
-        plan = self.pages.run_out_of_memory()
+        self._lose(self.pages.run_out_of_memory())
+        self.fired["run out of memory"] += 1
+        self.fired["run out of memory, others stay"] += len(self.alive) > 0
+
+    def lose_the_tokens(self) -> None:
+        """The oldest plan has run, and the host has too little memory to read its tokens back."""
+        if self.pages.under_way:
+            self._lose(self.pages.commit().plan)
+            self.fired["lose the tokens"] += 1
+            self.fired["lose the tokens while a plan runs"] += len(self.pages.under_way) > 0
+
+    def _lose(self, plan: StepPlan) -> None:
         spans = self._spans.popleft()
+        num_given_up = self.scheduler.counters.num_given_up
         table = self.scheduler.table
         left = {s.id for row, epoch in spans if (s := table.sequences[row]) is not None and table.epoch[row] == epoch}
         lost = self.scheduler.lose(plan)
@@ -204,8 +216,7 @@ class ServingWorld:
         for sequence in lost:
             assert sequence.finish_reason == "error"
             self._check_tokens(self.alive.pop(sequence.id))
-        self.fired["run out of memory"] += 1
-        self.fired["run out of memory, others stay"] += len(self.alive) > 0
+        self.fired["lose what was held"] += self.scheduler.counters.num_given_up - num_given_up
 
     def wind_up(self) -> None:
         """Everybody runs to the end, in a bounded number of steps, and leaves nothing behind."""
@@ -397,10 +408,10 @@ class ServingWorld:
             if self._num_digested.get(sequence.id) == sequence.tokens.size:
                 continue
             self._num_digested[sequence.id] = sequence.tokens.size
-            twin = Sequence.create(-1, sequence.tokens, life.params, MAX_MODEL_LEN, cache_salt=sequence.cache_salt)
-            cache.prepare(twin)
+            twin = Sequence(-1, sequence.tokens, life.params, MAX_MODEL_LEN, cache_salt=sequence.cache_salt)
+            digests = cache._digests(twin, sequence.tokens.size // block_size)
             values = values_after(first_value(sequence.cache_salt), sequence.tokens)
-            for i, digest in enumerate(cut_digests(twin.prefix)):
+            for i, digest in enumerate(cut_digests(digests)):
                 content = values[i * block_size : (i + 1) * block_size].tobytes()
                 assert self._values_of_digest.setdefault(digest, content) == content, "one digest, two contents"
 

@@ -96,6 +96,43 @@ def test_who_stops_consuming_aborts(checkpoint: Path, how: str) -> None:  # noqa
     run(main)
 
 
+@pytest.mark.parametrize("how", ["closing", "a closed generator", "cancelling", "aborting", "dropping"])
+def test_a_name_is_free_as_soon_as_its_request_was_ended(checkpoint: Path, how: str) -> None:
+    """Nobody waits for the engine's thread to hear of it."""
+
+    async def main() -> None:
+        async with make_async(checkpoint) as served:
+            for _ in range(5):
+                if how == "a closed generator":
+                    outputs = served.generate(PROMPTS[3], LONG, "a")
+                    await anext(outputs)
+                    await outputs.aclose()
+                    continue
+                stream = served.add_request("a", PROMPTS[3], LONG)
+                if how == "closing":
+                    await stream.aclose()
+                elif how == "cancelling":
+                    task = asyncio.create_task(collect(stream))
+                    await asyncio.sleep(0)
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                elif how == "aborting":
+                    await served.abort(["a", "nobody"])
+                del stream
+            last = joined(await collect(served.add_request("a", PROMPTS[3], LONG)))
+            assert len(last[0].token_ids) == 80, "an earlier request's end is not taken for its own"
+            running = served.add_request("a", PROMPTS[3], LONG)
+            with pytest.raises(ValueError, match="'a' is not finished yet"):
+                served.add_request("a", PROMPTS[3], LONG)
+            served.abort("a")
+            assert joined(await collect(running))[0].finish_reason == "abort"
+            await served.drain()
+        check_empty(served)
+
+    run(main)
+
+
 def test_a_timeout_around_an_output_aborts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:

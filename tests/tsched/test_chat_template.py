@@ -85,7 +85,8 @@ def test_prompts_are_those_of_transformers(tokenizer: Any, name: str, mode: str)
     encoder = make_encoder(tokenizer, TEMPLATES[name])
     modes = {"add_generation_prompt": mode == "prompted", "continue_final_message": mode == "continued"}
     for messages in CHATS:
-        text, ids = encoder.encode(Conversation(messages, variables={"think": True}, **modes))
+        variables = {"think": True} if name == "chatml" else {}
+        text, ids = encoder.encode(Conversation(messages, variables=variables, **modes))
         other = {"conversation": messages, "chat_template": TEMPLATES[name], "think": True, **modes}
         assert text == tokenizer.apply_chat_template(**other, tokenize=False)
         expected = tokenizer.apply_chat_template(**other, tokenize=True, return_dict=False)
@@ -101,7 +102,7 @@ def test_a_messages_special_tokens_are_text(tokenizer: Any) -> None:
         [{"role": "user", "content": forged}],
         [{"role": "user", "content": [{"type": "text", "text": forged}]}],
     ):
-        text, ids = encoder.encode(Conversation(messages, variables={"think": True, "unused": "<|end|>"}))
+        text, ids = encoder.encode(Conversation(messages, variables={"think": True}))
         assert text == tokenizer.apply_chat_template(
             [{"role": "user", "content": forged}],
             chat_template=CHATML, think=True, add_generation_prompt=True, tokenize=False,
@@ -114,6 +115,11 @@ def test_a_messages_special_tokens_are_text(tokenizer: Any) -> None:
             1,
             0,
         ]
+
+
+def test_the_tokenizers_own_special_tokens_are_added_where_asked(tokenizer: Any) -> None:
+    encoder, chat = make_encoder(tokenizer, CHATML), Conversation(CHATS[0])
+    assert encoder.encode(chat, add_special_tokens=True)[1] == [256, *encoder.encode(chat)[1]]
 
 
 def test_a_template_may_split_at_a_token_that_a_message_has(tokenizer: Any) -> None:
@@ -130,6 +136,16 @@ def test_a_text_of_several_parts_is_one_of_lines(tokenizer: Any) -> None:
     assert encoder.encode(Conversation([{"role": "user", "content": parts}])) == encoder.encode(
         Conversation([{"role": "user", "content": "one\ntwo"}])
     )
+
+
+def test_a_developer_is_the_system_where_the_template_does_not_know_the_word(tokenizer: Any) -> None:
+    """Qwen3's drops messages of roles that it does not know."""
+    dropping = "{% for m in messages if m.role in ('system', 'user') %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    chat = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "a"}]
+    text, _ = make_encoder(tokenizer, dropping).encode(Conversation(chat))
+    assert text == "system: be brief;user: a;"
+    text, _ = make_encoder(tokenizer, dropping.replace("'user'", "'user', 'developer'")).encode(Conversation(chat))
+    assert text == "developer: be brief;user: a;"
 
 
 USER = {"role": "user", "content": "x"}
@@ -149,8 +165,12 @@ USER = {"role": "user", "content": "x"}
         (Conversation([USER | {"name": 7}]), "messages[0].name must be a text, got 7"),
         (Conversation([{"role": "system", "content": "x"}]), "refuses the messages: only user and assistant"),
         (Conversation([USER], continue_final_message=True), "add_generation_prompt begins one"),
-        (Conversation([USER], variables={"messages": 1}), "variable 'messages' is not to be set"),
-        (Conversation([USER], variables={"x": object()}), "variable 'x' must be a plain value"),
+        (Conversation([USER], variables=1), "chat_template_kwargs must be a mapping, got a int"),
+        (Conversation([USER], variables={"messages": 1}), "chat_template_kwargs may not hold 'messages'"),
+        (Conversation([USER], variables={"bos_token": "x"}), "chat_template_kwargs may not hold 'bos_token'"),
+        (Conversation([USER], variables={"x": 1}), "has 'x', and the chat template reads no variable of a caller"),
+        (Conversation([USER], variables={"x": object()}, chat_template="{{ x }}"), "plain values, 'x' is a object"),
+        (Conversation([USER], variables={"thinks": 1}, chat_template=CHATML), "reads think.*did you mean 'think'"),
         (Conversation([USER], chat_template="{% if %}"), "is no template of jinja2: line 1"),
         (Conversation([USER], chat_template="{{ messages.append(1) }}"), "refuses the messages"),
         (Conversation([USER], chat_template="{{ ''.__class__.__mro__ }}"), "refuses the messages"),

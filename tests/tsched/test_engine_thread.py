@@ -13,6 +13,7 @@ from tokenizers import decoders
 from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
 from tsched import LLM, SamplingParams
 from tsched.execution.engine_thread import EngineThread, News
+from tsched.serving.engine_records import make_scores
 
 
 class Listener:
@@ -72,6 +73,47 @@ def test_one_list_a_step_holds_what_generate_gives(llm: LLM) -> None:
         assert set(Counter((one.ticket, one.completion.index) for one in step).values()) == {1}
     assert max(map(len, listener.steps)) >= 4, "several requests in one list"
     assert listener.ends == [None]
+
+
+def test_requests_that_come_together_begin_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the form of one is compiled first; so their batches, and what is drawn, are generate's."""
+    listener, counts = Listener(), list[int]()
+    step = llm._engine.step
+    monkeypatch.setattr(llm._engine, "step", lambda: (counts.append(len(llm._engine._requests)), step())[1])
+    form = {"regex": "[ab]{30}"}
+    thread = listener.start(llm)
+    params = [SamplingParams(n=2, seed=1, max_tokens=4), SamplingParams(max_tokens=4, structured_outputs=form)]
+    thread.submit(*(llm.make_ticket(str(i), PROMPTS[3 + i], one) for i, one in enumerate(params)))
+    thread.drain()
+    thread.join()
+    assert counts[0] == 3
+    assert [one.is_last for name in "01" for one in listener.of(name)].count(True) == 2
+
+
+def test_who_labels_log_probabilities_itself_gets_the_same_and_no_label_is_made(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(n=2, seed=1, temperature=1.5, max_tokens=9, logprobs=2, prompt_logprobs=1)
+    (whole,) = llm.generate([PROMPTS[3]], params)
+    monkeypatch.setattr(llm._texts, "_make_label", None)
+    llm._texts._labels.clear()
+    listener = Listener()
+    thread = llm.start_thread(listener.steps.append, listener.on_end, label_logprobs=False)
+    thread.submit(llm.make_ticket("a", PROMPTS[3], params))
+    thread.drain()
+    thread.join()
+    assert listener.ends == [None]
+    news = listener.of("a")
+    assert {one.logprobs for one in news} | {one.prompt_logprobs for one in news} == {None}
+    (told,) = (one.prompt_scores for one in news if one.prompt_scores is not None)
+    expected = [place for place in whole.prompt_logprobs or [] if place is not None]
+    assert [dict.fromkeys(one.token_ids) for one in told] == [dict.fromkeys(place) for place in expected]
+    for completed in whole.outputs:
+        scores = [place for one in news if one.index == completed.index for place in one.scores or ()]
+        assert len(scores) == len(completed.logprobs or ())
+        for one, place in zip(scores, completed.logprobs or (), strict=True):
+            assert make_scores(one).token_ids == list(place)
+            assert make_scores(one).logprobs == pytest.approx([entry.logprob for entry in place.values()], abs=1e-9)
 
 
 def test_every_request_is_told_of_the_threads_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,25 +115,41 @@ def test_only_the_allocators_are_believed() -> None:
     assert explain_exhaustion(ERRORS["cuda"]) == "CUDA out of memory. Tried to allocate 20.00 GiB."
     assert explain_exhaustion(ERRORS["cpu"]) == "can't allocate memory: you tried to allocate 8 bytes."
     assert explain_exhaustion(RuntimeError("out of memory")) is None
+    assert (
+        explain_exhaustion(MemoryError("Unable to allocate 8. GiB for an array"))
+        == "Unable to allocate 8. GiB for an array"
+    )
+    assert explain_exhaustion(MemoryError("the device is full")) is None
+    pinned = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+    assert explain_exhaustion(pinned) == "CUDA error: out of memory"
+    recording = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    assert explain_exhaustion(recording) is None
+    recording.__context__ = ERRORS["cuda"]
+    assert explain_exhaustion(recording) == explain_exhaustion(ERRORS["cuda"])
     with pytest.raises(RuntimeError) as asked:
         torch.empty(2**45)
     assert "you tried to allocate 140737488355328 bytes" in str(explain_exhaustion(asked.value))
 
 
-def run_out_once(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next forward asks a real allocator for more than there is."""
-    model, left = llm._engine._runner._model, [1]
+def run_out_once(llm: Any, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The next forward, or the next reading of tokens, asks a real allocator for more than there is."""
+    runner, left = llm._engine._runner, [1]
 
-    def exhausted(*arguments: Any) -> Any:
-        return torch.empty(2**45) if left and left.pop() else model(*arguments)
+    def exhausted(act: Any) -> Any:
+        return lambda *arguments: torch.empty(2**45) if left and left.pop() else act(*arguments)
 
-    monkeypatch.setattr(llm._engine._runner, "_model", exhausted)
+    if where == "forward":
+        monkeypatch.setattr(runner, "_model", exhausted(runner._model))
+    else:
+        start = runner._reader.start
+        monkeypatch.setattr(runner._reader, "start", lambda sampled: exhausted(start(sampled)))
 
 
-def test_offline_the_other_prompts_are_served(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["forward", "reading"])
+def test_offline_the_other_prompts_are_served(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     llm = make_llm(checkpoint, max_num_seqs=2)
     expected = llm.generate(PROMPTS, GREEDY)
-    run_out_once(llm, monkeypatch)
+    run_out_once(llm, monkeypatch, where)
     outputs = llm.generate(PROMPTS, GREEDY)
     assert [output.error is None for output in outputs[:3]] == [False, False, True]
     assert "tried to allocate" in outputs[0].error
@@ -144,10 +160,11 @@ def test_offline_the_other_prompts_are_served(checkpoint: Path, monkeypatch: pyt
     assert llm.generate(PROMPTS[:1], GREEDY)[0].outputs == expected[0].outputs
 
 
-def test_online_the_engine_serves_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["forward", "reading"])
+def test_online_the_engine_serves_on(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     async def main() -> None:
         async with make_async(checkpoint) as served:
-            run_out_once(served, monkeypatch)
+            run_out_once(served, monkeypatch, where)
             (lost,) = await collect(served.add_request("a", PROMPTS[3], LONG))
             assert "tried to allocate" in lost.error
             assert lost.outputs[0].finish_reason == "error"

@@ -209,7 +209,7 @@ def test_bad_requests_fail_alone(checkpoint: Path) -> None:
         ([5, 1.5], GREEDY, "integers, got 1.5"),
         ([[1]], GREEDY, "integers"),
         (None, GREEDY, "a text or a list of token ids, got NoneType"),
-        ({"promt": "x"}, GREEDY, '"prompt_token_ids"; got'),
+        ({"promt": "x"}, GREEDY, '"prompt_token_ids" or both; got'),
         ({"prompt_token_ids": "x"}, GREEDY, "cannot be a str"),
         ("\ud800", GREEDY, "UTF-8"),
         ([1] * 50, GREEDY, "need 18 blocks of 4 tokens, the pool has 16"),

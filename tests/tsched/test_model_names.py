@@ -137,7 +137,10 @@ def test_what_is_nowhere_says_where_it_was_looked_for(tmp_path: Path, monkeypatc
         assert repr(name) in str(caught.value)
     with pytest.raises(ConfigError, match="is not a directory"):
         LLM(tmp_path / "tiny", device="cpu")
-    for wrong in (5, None, b"tiny"):
+    for name in ("a" * 5000, Path("a" * 5000)):
+        with pytest.raises(ConfigError, match=r"^model 'aaa.*': File name too long$"):
+            LLM(name, device="cpu")
+    for wrong in (5, None, b"tiny", ""):
         with pytest.raises(ValueError, match=f"^model must be a name or a path, got {wrong!r}$"):
             LLM(wrong, device="cpu")  # type: ignore[arg-type]
 

@@ -32,7 +32,7 @@ def make(name: str, num_blocks: int = 16, block_size: int = BLOCK) -> tuple[Cach
 
 
 def sequence_of(cache: Cache, tokens: Items[int], salt: bytes = b"") -> Sequence:
-    sequence = Sequence.create(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
+    sequence = Sequence(next(numbers), tokens, SamplingParams(), 10**6, cache_salt=salt)
     cache.prepare(sequence)
     return sequence
 
@@ -156,7 +156,11 @@ def test_bug_class_15_only_equal_tokens_hit(name: str) -> None:
 
 
 def test_bug_class_15_nobody_outside_can_work_out_a_digest() -> None:
-    first, second = (make("hash")[0] for _ in range(2))
+    caches = [make("hash") for _ in range(2)]
+    assert len(cut_digests(sequence_of(caches[0][0], PROMPT).prefix)) == 1, "nobody has its first block"
+    for cache, pool in caches:
+        serve(cache, pool, PROMPT)
+    (first, _), (second, _) = caches
     digests = [cut_digests(sequence_of(cache, PROMPT).prefix) for cache in (first, first, second)]
     assert digests[0] == digests[1]
     assert not set(digests[0]) & set(digests[2]), "another process, other digests"
@@ -242,11 +246,45 @@ def test_a_salt_of_which_nothing_is_kept_has_no_tree() -> None:
 
 
 @both
+def test_an_output_goes_on_its_prompts_run_until_another_history_follows(name: str) -> None:
+    cache, pool = make(name, num_blocks=32)
+    for last in range(3):
+        sequence = sequence_of(cache, PROMPT)
+        blocks = cache.insert(sequence, admit(cache, pool, sequence)[0], 20)
+        sequence.tokens = np.array([*PROMPT, *[last] * 8])
+        cache.release(sequence, np.concatenate((blocks, cache.allocate(2))), 28)
+        assert len(cache._run_of) == (1 if last == 0 else last + 2), "one run, then a stem and a run for each output"
+        for output in range(last + 1):
+            assert num_hits(cache, [*PROMPT, *[output] * 8, 9]) == 7
+    assert pool.num_cached == 5 + 3 * 2
+    cache.release(sequence, cache.allocate(32), 0)
+    assert not cache._run_of
+
+
+@both
+def test_what_comes_together_is_inserted_as_if_it_came_one_by_one(name: str) -> None:
+    together, apart = make(name, num_blocks=64), make(name, num_blocks=64)
+    prompts = [PROMPT, [*PROMPT[:8], 1, 1, 1, 1], PROMPT, [7] * 3, [8] * 9, [*PROMPT, 5, 5, 5, 5]]
+    for cache, pool in (together, apart):
+        serve(cache, pool, [8] * 4)
+        computed = []
+        for tokens in prompts:
+            sequence = sequence_of(cache, tokens)
+            computed.append((sequence, admit(cache, pool, sequence)[0], len(tokens)))
+        inserted = cache.insert_each(computed) if cache is together[0] else [cache.insert(*one) for one in computed]
+        for (sequence, _, num_tokens), blocks in zip(computed, inserted, strict=True):
+            assert pool.refs(blocks).all()
+            cache.release(sequence, blocks, num_tokens)
+        assert [num_hits(cache, [*tokens, 0]) for tokens in prompts] == [5, 3, 5, 0, 2, 6]
+    assert together[1].num_cached == apart[1].num_cached == 5 + 1 + 2 + 1
+
+
+@both
 def test_what_was_prepared_follows_forks_and_changes(name: str) -> None:
     cache, pool = make(name)
     serve(cache, pool, PROMPT)
     parent = sequence_of(cache, [*PROMPT, 1])
-    child = Sequence.create(99, PROMPT[:18], SamplingParams(), 100)
+    child = Sequence(99, PROMPT[:18], SamplingParams(), 100)
     cache.adopt(child, parent)
     cache.prepare(child)
     assert cache.match(child).size == 4
@@ -347,9 +385,7 @@ class ContentModel:
     def fork(self, place: int) -> None:
         sequence, blocks, computed = self.alive[place]
         if computed == sequence.tokens.size and computed % self.pool.block_size == 0:
-            child = Sequence.create(
-                next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt
-            )
+            child = Sequence(next(numbers), sequence.tokens, SamplingParams(), 10**6, cache_salt=sequence.cache_salt)
             self.cache.adopt(child, sequence)
             self.pool.share(blocks)
             self.alive.append((child, blocks, computed))

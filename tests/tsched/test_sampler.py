@@ -32,7 +32,7 @@ def sample_rows(
     table = SequenceTable(len(params), 200, 16)
     pool = BlockPool(len(params), 16)
     for i, (one, (prompt, output)) in enumerate(zip(params, known, strict=True)):
-        sequence = Sequence.create((ids or list(range(len(params))))[i], prompt + output, one, 200)
+        sequence = Sequence((ids or list(range(len(params))))[i], prompt + output, one, 200)
         sequence.prompt_len = len(prompt)
         table.place(sequence, pool.allocate(1))
     sampler = Sampler(table, seed=seed, eos_token_ids=(EOS,))
@@ -226,8 +226,8 @@ def test_uniforms_are_a_function_of_seed_and_index() -> None:
         draw_uniforms(key, 2, 4)
     table = SequenceTable(2, 200, 16)
     pool = BlockPool(2, 16)
-    seeded = Sequence.create(0, [1], SamplingParams(seed=11), 200)
-    table.place(Sequence.create(1, [1], SamplingParams(), 200), pool.allocate(1))
+    seeded = Sequence(0, [1], SamplingParams(seed=11), 200)
+    table.place(Sequence(1, [1], SamplingParams(), 200), pool.allocate(1))
     row = table.place(seeded, pool.allocate(1))
     numbers = UniformTable(table, seed=0)
     assert [numbers.find_uniforms(np.array([row]), np.array([i]))[0] for i in (0, 1, 63, 64, 130, 5)] == whole[
@@ -236,7 +236,7 @@ def test_uniforms_are_a_function_of_seed_and_index() -> None:
     assert numbers.find_uniforms(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
     table.remove(row)
     numbers.find_uniforms(np.array([1 - row]), np.array([1]))
-    assert table.place(Sequence.create(2, [1], SamplingParams(seed=12), 200), pool.allocate(0)) == row
+    assert table.place(Sequence(2, [1], SamplingParams(seed=12), 200), pool.allocate(0)) == row
     assert (
         numbers.find_uniforms(np.array([row]), np.array([64]))[0]
         == draw_uniforms(np.array([12, 0], dtype=np.uint64), 64, 4)[0]
@@ -249,7 +249,7 @@ def test_uniforms_are_a_function_of_seed_and_index() -> None:
 
 def test_seeds_and_requests_have_streams_of_their_own() -> None:
     def key(engine_seed: int, sequence_id: int, seed: int | None) -> tuple[int, ...]:
-        return tuple(philox_key(engine_seed, Sequence.create(sequence_id, [1], SamplingParams(seed=seed), 9)).tolist())
+        return tuple(philox_key(engine_seed, Sequence(sequence_id, [1], SamplingParams(seed=seed), 9)).tolist())
 
     assert key(0, 1, 7) == key(5, 2, 7), "a request's own seed is all that counts"
     keys = [key(0, 1, None), key(0, 2, None), key(1, 1, None), key(0, 1, 0), key(0, 1, 2**64 - 1)]
@@ -293,7 +293,7 @@ def test_what_is_kept_of_rows_is_as_if_read_anew() -> None:
     for step in range(300):
         while table.num_free_rows and rng.random() < 0.5:
             tokens = rng.integers(0, vocab_size, rng.integers(1, 12))
-            sequence = Sequence.create(num_done + 1000 * step, tokens, params[step % len(params)], 60)
+            sequence = Sequence(num_done + 1000 * step, tokens, params[step % len(params)], 60)
             sequence.prompt_len = int(rng.integers(1, tokens.size + 1))
             table.place(sequence, pool.allocate(1))
         rows = np.array([s.row for s in table.sequences if s is not None and rng.random() < 0.8], dtype=np.int64)

@@ -20,6 +20,7 @@ from tests.tsched.planted_bugs import PlantedBug, planted
 from tests.tsched.random_rules import run_world
 from tests.tsched.serving_world import MAX_MODEL_LEN, SALTS, ServingWorld
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.departures import Departures
 from tsched.scheduling.kv_memory import KVMemory
 from tsched.scheduling.planner import Planner
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, PREFIX_CACHES
@@ -27,7 +28,6 @@ from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache, Run
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.policies.run_cache import RunCache
 from tsched.scheduling.policies.run_queue import RunQueue
-from tsched.scheduling.scheduler import Scheduler
 
 numbers = st.integers(0, 60)
 own_tokens = st.lists(st.integers(1, VOCAB - 1), max_size=3)
@@ -135,6 +135,12 @@ class ServingMachine(RuleBasedStateMachine):
         assert self.world is not None
         self.world.run_out_of_memory()
 
+    @precondition(lambda self: self.world.pages.under_way)
+    @rule()
+    def lose_the_tokens(self) -> None:
+        assert self.world is not None
+        self.world.lose_the_tokens()
+
     @invariant()
     def holds(self) -> None:
         if self.world is not None:
@@ -154,7 +160,8 @@ EVENTS = {
     *("fork a group", "fork running", "fork waiting", "fork swapped out", "refuse a fork", "replace the last token"),
     *("abort running", "abort while a plan runs it", "abort waiting", "abort waiting with blocks", "abort swapped out"),
     *("preempt", "swap out", "swap in", "copy on write", "give up a waiting one's blocks", "lose a step"),
-    *("run out of memory", "run out of memory, others stay"),
+    *("run out of memory", "run out of memory, others stay", "lose what was held"),
+    *("lose the tokens", "lose the tokens while a plan runs"),
     *("prefix hit (blocks)", "evict (blocks)", "adopt an equal block", "finish: stop", "finish: length", "wind up"),
     *("order: fcfs", "order: priority", "preemption: recompute", "preemption: swap"),
     *("prefix_cache: none", "prefix_cache: hash", "prefix_cache: radix"),
@@ -182,12 +189,24 @@ FAULTS = (
                "next(iter(self._roots.values()), None)"),
     PlantedBug("a full hit leaves no token", RunCache, "match", "(sequence.tokens.size - 1)", "sequence.tokens.size"),
     PlantedBug("a hit takes no reference", RunCache, "match", "self._pool.share(blocks)", "pass"),
-    PlantedBug("an unfinished block is matchable", RunCache, "insert", "num_computed // pool.block_size",
+    PlantedBug("an unfinished block is matchable", RunCache, "insert_each", "num_computed // pool.block_size",
                "-(-num_computed // pool.block_size)"),
-    PlantedBug("an evicted block can be matched", HashPrefixCache, "_trim",
-               "leaf.blocks = leaf.blocks[:-count]", "pass"),
-    PlantedBug("an evicted run can be matched", HashPrefixCache, "_trim", "self._run_at[leaf.digests[:DIGEST_SIZE]], ",
-               ""),
+    PlantedBug("what others have too is kept anew", RunCache, "_add_unknown", "self._has_first_of(sequence)", "False"),
+    PlantedBug("an output goes on a run that another's follow", RunCache, "_ends_at", "and self._is_leaf(run)", ""),
+    PlantedBug("a run goes on with the wrong tokens", HashPrefixCache, "_extend", "start = leaf.first + size",
+               "start = leaf.first"),
+    PlantedBug("an evicted block's tokens stay in a run", HashPrefixCache, "_extend",
+               "leaf.pending[: num_pending * block_size * 8]", "leaf.pending"),
+    PlantedBug("an evicted block's digest stays in a run", HashPrefixCache, "_extend",
+               "leaf.digests[: size * DIGEST_SIZE]", "leaf.digests"),
+    PlantedBug("a node goes on with the wrong tokens", RadixPrefixCache, "_extend", "leaf.tokens[: size * self._width]",
+               "leaf.tokens"),
+    PlantedBug("a whole run in use is evicted", RunQueue, "_drop_unused",
+               "not runs or np.count_nonzero(self._pool.refs(np.concatenate(blocks)))", "not runs"),
+    PlantedBug("an evicted block can be matched", HashPrefixCache, "_cut",
+               "leaf.blocks = leaf.blocks[:size]", "pass"),
+    PlantedBug("an evicted run can be matched", HashPrefixCache, "_remove",
+               "del self._run_at[leaf.digests[:DIGEST_SIZE]]", "pass"),
     PlantedBug("runs that differ at their ends are equal", Run, "count_same", "places[-1]", "places[0]"),
     PlantedBug("a block in use is evicted", RunQueue, "_evict", "end = end[: is_used.argmax()]", "pass"),
     PlantedBug("the prefix goes before its leaves", RunQueue, "touch", "unused.move_to_end(above)",
@@ -202,7 +221,7 @@ FAULTS = (
                "-(-same * 8 // width)"),
     # Around them
     PlantedBug("cached blocks are free", BlockPool, "release", "is_unused & self._kept[index]", "is_unused & False"),
-    PlantedBug("matchable while its plan is under way", Scheduler, "_finish_rows",
+    PlantedBug("matchable while its plan is under way", Departures, "end_rows",
                "= table.num_committed(row)", "= int(table.computed[row])"),
     PlantedBug("a block that two give back at once", BlockPool, "release_each", "take(joint) != 1", "take(joint) > 9"),
     PlantedBug("a preempted one's too", Planner, "_preempt", "blocks, num_committed)", "blocks, num_computed)"),

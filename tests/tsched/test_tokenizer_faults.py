@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,49 @@ def test_a_tokenizer_that_cannot_be_loaded_is_named_by_its_directory(
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
     with pytest.raises(ConfigError, match=f"{checkpoint}: its tokenizer cannot be loaded: .*: {error}"):
         load_tokenizer(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": None}, "head_dim: transformers, .*Field 'head_dim' expected int, got NoneType"),
+        ({"use_cache": "yes"}, "use_cache: transformers, which loads the tokenizer, reads this file first: "),
+        ({"dtype": "torch.float32"}, "dtype: transformers, which loads the tokenizer, reads this file first: "),
+    ],
+)
+def test_a_field_that_transformers_alone_reads_is_named_with_its_file(
+    checkpoint: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((checkpoint / name).read_text())
+    raw = json.loads((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **change}))
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json: {message}") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_code_of_a_checkpoint_is_not_run_whatever_is_answered(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    (tmp_path / "strange.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
+    own_class = {"tokenizer_class": "Strange", "auto_map": {"AutoTokenizer": ["strange.Strange", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own_class))
+    raw = json.loads((checkpoint / "config.json").read_text())
+    own = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **own}))
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json: auto_map: .* own Python code, which is not run"):
+        load_tokenizer(tmp_path)
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused_in_a_line(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((checkpoint / name).read_text())
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: has tokenizer_config.json and no vocabulary; [^\n]*$"):
+        load_tokenizer(tmp_path)
 
 
 def test_the_users_interrupt_is_no_fault_of_the_tokenizer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,14 @@ from functools import partial
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from tkernels import KernelSet
 from tkernels.names import suggest_name
 from tkernels.ranges import Range
 from tmodel.batch import Batch, KVCache
 from tmodel.config import Architecture, Axes, Limits, ModelConfig
-from tmodel.fields import HuggingFaceConfig
+from tmodel.fields import Epsilon, HuggingFaceConfig
 from tmodel.json_files import ConfigError
 from tmodel.kernel_axes import attention_axes, layer_norm_axes, linear_axes, scatter_axes
 from tmodel.layers import JoinedLinear, Linear, MatmulGelu, PagedAttention, SplitGelu, count_weight_bytes
@@ -55,7 +55,7 @@ class GPT2Config(HuggingFaceConfig):
     n_head: PositiveInt
     n_inner: PositiveInt | None = None
     n_positions: PositiveInt = 1024
-    layer_norm_epsilon: PositiveFloat = 1e-5
+    layer_norm_epsilon: Epsilon = 1e-5
     activation_function: str = "gelu_new"
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.decoders.gated_mlp import GatedMLP
 from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
-from tmodel.fields import RotaryConfig, divide_heads
+from tmodel.fields import Epsilon, RotaryConfig, divide_heads
 
 
 class LlamaConfig(RotaryConfig):
@@ -26,7 +26,7 @@ class LlamaConfig(RotaryConfig):
     head_dim: PositiveInt | None = None
     hidden_act: Literal["silu"] = "silu"
     max_position_embeddings: PositiveInt = 2048
-    rms_norm_eps: PositiveFloat = 1e-6
+    rms_norm_eps: Epsilon = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_token_id: int | list[int] | None = 2

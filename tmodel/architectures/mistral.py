@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.decoders.gated_mlp import GatedMLP
 from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
-from tmodel.fields import LayerType, RotaryConfig, divide_heads
+from tmodel.fields import Epsilon, LayerType, RotaryConfig, divide_heads
 from tmodel.json_files import ConfigError
 
 
@@ -27,7 +27,7 @@ class MistralConfig(RotaryConfig):
     head_dim: PositiveInt | None = None
     hidden_act: Literal["silu"] = "silu"
     max_position_embeddings: PositiveInt = 131072
-    rms_norm_eps: PositiveFloat = 1e-6
+    rms_norm_eps: Epsilon = 1e-6
     sliding_window: PositiveInt | None = 4096  # absent is a window, null is none
     layer_types: list[LayerType] | None = None
     eos_token_id: int | list[int] | None = 2

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.decoders.gated_mlp import GatedMLP
 from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
-from tmodel.fields import QwenWindows, divide_heads
+from tmodel.fields import Epsilon, QwenWindows, divide_heads
 
 
 class Qwen2Config(QwenWindows):
@@ -25,7 +25,7 @@ class Qwen2Config(QwenWindows):
     head_dim: PositiveInt | None = None
     hidden_act: Literal["silu"] = "silu"
     max_position_embeddings: PositiveInt = 32768
-    rms_norm_eps: PositiveFloat = 1e-6
+    rms_norm_eps: Epsilon = 1e-6
 
 
 def decoder(fields: Qwen2Config) -> PreNormDecoder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -52,9 +53,7 @@ class GroupedQueryAttention:
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
         """The joint query, key and value projection, whose inputs `fed_by` makes, and the output projection."""
         q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shared = self.num_heads // self.num_kv_heads  # query heads that read one value head
-        starts = [head // shared * self.head_dim for head in range(self.num_heads)]
-        values = Feed(f"{name}.v_proj", tuple(range(start, start + self.head_dim) for start in starts))
+        values = Feed(f"{name}.v_proj", _value_rows(self.num_heads, self.num_kv_heads, self.head_dim))
         qkv = (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         outputs = (q_width, kv_width, kv_width)
         return (
@@ -72,6 +71,14 @@ class GroupedQueryAttention:
         if quantization is not None and quantization.cache_dtype is not None:
             scales["k_scale"], scales["v_scale"] = read_cache_scales(checkpoint, name, self.num_kv_heads)
         return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output), scales)
+
+
+@cache
+def _value_rows(num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[range, ...]:
+    """The rows of the value projection that each query head reads; all layers share them."""
+    shared = num_heads // num_kv_heads
+    starts = (head // shared * head_dim for head in range(num_heads))
+    return tuple(range(start, start + head_dim) for start in starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,10 @@ class PreNormModel:
         self.next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.final_norm]
         self.prepare_report = reader.report
         self.rotation = attention.rope.tables(
-            decoder.max_position_embeddings, dtype=checkpoint.dtype, device=checkpoint.device
+            decoder.max_position_embeddings,
+            kernels.greatest("qk_norm_rope_scatter", "L"),
+            dtype=checkpoint.dtype,
+            device=checkpoint.device,
         )
 
     @staticmethod

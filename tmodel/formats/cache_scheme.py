@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from tkernels.quantized.row_codes import SMALLEST_SCALE
 from tmodel.formats.base import parse_settings, read_values
 from tmodel.json_files import ConfigError
 from tmodel.weights import Checkpoint
@@ -64,7 +65,7 @@ def read_cache_scales(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> t
         (of keys, of values), [Hkv] float32 each.
 
     Raises:
-        WeightError: A scale is missing, has another shape, or is not a finite number above 0.
+        WeightError: A scale is missing, has another shape, or is no finite number whose reciprocal float32 holds.
     """
     return _read_scale(checkpoint, f"{name}.k_scale", num_kv_heads), _read_scale(
         checkpoint, f"{name}.v_scale", num_kv_heads
@@ -74,6 +75,8 @@ def read_cache_scales(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> t
 def _read_scale(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> torch.Tensor:
     shape = () if name in checkpoint and checkpoint.shape(name) == () else (1,)
     scale = read_values(checkpoint, name, shape, "[1]").float()
-    if not bool((scale > 0).all()):
-        raise checkpoint.error(name, f"is {float(scale)}; a scale must be above 0")
+    if float(scale) < SMALLEST_SCALE:
+        raise checkpoint.error(
+            name, f"is {float(scale):g}; what is cached is divided by it, so it must be 2**-126 or more"
+        )
     return scale.expand(num_kv_heads).contiguous()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
@@ -100,11 +100,10 @@ class GPTQ(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _merge_format_names(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        rest, named = dict(raw), [raw.get("checkpoint_format"), raw.get("format")]
-        if None in named or named[0] == named[1]:
-            rest["checkpoint_format"] = next((name for name in named if name is not None), "gptq")
-            rest["format"] = None
-        return rest
+        known, other = raw.get("checkpoint_format"), raw.get("format")
+        if other not in get_args(CheckpointFormat) or known not in (None, other):
+            return dict(raw)
+        return {**raw, "checkpoint_format": other, "format": None}
 
     @model_validator(mode="after")
     def _check_groups_and_overrides(self) -> GPTQ:

@@ -19,10 +19,14 @@ _MAX_SECONDS = 0.1
 """For one expression and one name, which take some microseconds where nothing is wrong."""
 _MAX_REPEATS = 10_000
 """Of the fewest repeats that an expression asks for, multiplied: `regex` writes each of them out."""
+_AMBIGUOUS = re.compile(r"\{(?!\d*,?\d*\})|\[:")
+"""Braces that count no repeats and classes like [:alpha:], which are text to `re` and more than that to `regex`."""
 
 
 def find_pattern_fault(expression: str) -> str | None:
     """Why `expression` is no regular expression that can be compiled; None where it is one."""
+    if (found := _AMBIGUOUS.search(re.sub(r"\\.", "", expression))) is not None:
+        return f"{found[0]!r} in it is understood in two ways; no layer's name has it"
     try:
         re.compile(expression)
         repeats = math.prod(max(int(count), 1) for count in re.findall(r"\{\s*(\d{1,9})", expression))

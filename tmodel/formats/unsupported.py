@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -33,14 +33,25 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: It does; the message names the field and says what to do.
     """
-    method, named = raw.get("quant_method"), str(raw.get("format") or raw.get("quant_algo") or "").lower()
+    method = raw.get("quant_method")
     if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
         method = "bitsandbytes"  # as it was written before 2023's transformers named its methods
-    if isinstance(method, str) and method in UNSUPPORTED:
-        raise ConfigError(f"quant_method {method!r}: {UNSUPPORTED[method]}")
-    for name in ("nvfp4", "mxfp4"):
-        if name in named:
-            raise ConfigError(f"quant_method {method!r}: format {named!r} is not supported: {UNSUPPORTED[name]}")
+    for name, why in UNSUPPORTED.items():
+        if str(method).lower().startswith(name):  # transformers knows bitsandbytes_4bit and _8bit too
+            raise ConfigError(f"quant_method {method!r}: {why}")
+    for field, named in _formats_of(raw):
+        for name in ("nvfp4", "mxfp4"):
+            if name in str(named).lower():
+                raise ConfigError(f"quant_method {method!r}: {field} {named!r} is not supported: {UNSUPPORTED[name]}")
+
+
+def _formats_of(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields that name how weights are stored, of the whole and of groups of layers, with what they say."""
+    yield from ((field, raw.get(field)) for field in ("format", "quant_algo"))
+    groups = raw.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping):
+            yield f"config_groups.{name}.format", group.get("format")
 
 
 def refuse_gguf(path: Path) -> None:

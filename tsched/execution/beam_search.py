@@ -22,13 +22,15 @@ import torch
 
 from tsched.execution.engine import Engine
 from tsched.execution.request import Request
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, RefusedError
 from tsched.requests.sampling_params import MAX_COUNT, SamplingParams
+from tsched.requests.vllm_names import BEAM_NAMES, refuse_other_names
 from tsched.scheduling.sequence import Ints
 
 MAX_BEAM_WIDTH = 128
 
 
+@refuse_other_names(BEAM_NAMES)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """The parameters of a beam search; immutable. Names are vLLM's.
@@ -41,7 +43,7 @@ class BeamSearchParams:
         ignore_eos: Whether end-of-sequence tokens are treated like any others.
 
     Raises:
-        ValueError: A field is wrong. The message has its name.
+        ArgumentError: A field is wrong. The message has its name.
     """
 
     beam_width: int
@@ -58,13 +60,13 @@ class BeamSearchParams:
             except TypeError:
                 number = 0
             if not 1 <= number <= high:
-                raise ValueError(f"{name} must be {allowed}, got {value!r}")
+                raise ArgumentError(f"{name} must be {allowed}, got {value!r}")
             object.__setattr__(self, name, number)
         penalty = self.length_penalty
         if isinstance(penalty, bool) or not isinstance(penalty, (int, float)) or not -16 <= penalty <= 16:
-            raise ValueError(f"length_penalty must be a number from -16 to 16, got {penalty!r}")
+            raise ArgumentError(f"length_penalty must be a number from -16 to 16, got {penalty!r}")
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+            raise ArgumentError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
     def score(self, logprob: float, num_tokens: int) -> float:
         """The score of `num_tokens` >= 1 tokens whose log-probabilities sum to `logprob`."""
@@ -124,7 +126,7 @@ class BeamSearch:
         num_preemptions: How often its requests gave way to others.
 
     Raises:
-        ValueError: The engine overlaps.
+        ArgumentError: The engine overlaps.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class BeamSearch:
         eos_token_ids: Iterable[int],
     ) -> None:
         if engine.overlap:
-            raise ValueError("beam search chooses the tokens itself, which an engine with overlap cannot wait for")
+            raise ArgumentError("beam search chooses the tokens itself, which an engine with overlap cannot wait for")
         self.finished: list[Hypothesis] = []
         self.error: str | None = None
         self.first_token_time: float | None = None

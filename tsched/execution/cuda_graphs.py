@@ -52,11 +52,14 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(self._NUM_WARM_UPS):
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(self._NUM_WARM_UPS):
+                    run()
+        finally:  # what was launched before memory ran out writes to the caches too
+            current.wait_stream(self._stream)
         graph, captured = torch.cuda.CUDAGraph(), self._ranges.captured()
         # "thread_local": launches of other threads do not enter the graph.
         with (

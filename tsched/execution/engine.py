@@ -27,6 +27,7 @@ from tsched.execution.request import AT_FAULT, Request
 from tsched.execution.sampler import NONE_LEFT, TokenLogprobs
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
+from tsched.requests.first_token import name_barring_parameters
 from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
@@ -348,7 +349,9 @@ class Engine:
         sequence.finish_reason = "error"
         place = f"output token {sequence.tokens.size - sequence.prompt_len}"
         if token == NONE_LEFT:
-            why = f"the request's parameters together left no finite logit to choose {place} from"
+            barring = name_barring_parameters(sequence.params)
+            request.at_fault = next(iter(barring), None)
+            why = f"{' and '.join(barring) or 'the parameters'} left no token to choose {place} from"
         else:
             why = f"the model's logits for {place} are not finite: {AT_FAULT}"
         request.error = fault or (request.grammar and request.grammar.error) or why

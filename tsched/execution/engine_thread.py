@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from tsched.execution.request import (
     count_cached_tokens,
     extend_text,
     joint_error,
+    joint_fault,
     joint_metrics,
     label_places,
 )
@@ -61,6 +63,11 @@ class Ticket:
 
     def __post_init__(self) -> None:
         self.metrics = RequestMetrics(self.prepared.arrival_time, None, None)
+
+    @property
+    def at_fault(self) -> str | None:
+        """The field of the request's parameters that made it fail; None where none did, and before its last news."""
+        return None if self.num_going else joint_fault(self.requests)
 
 
 @dataclass(eq=False, slots=True)
@@ -190,8 +197,8 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, ticket: Ticket) -> None:
-        """Begins a request. Any thread may call this.
+    def submit(self, *tickets: Ticket) -> None:
+        """Begins requests, all before the same step. Any thread may call this.
 
         Raises:
             RuntimeError: The engine's thread has ended.
@@ -199,13 +206,14 @@ class EngineThread:
         with self._lock:  # the ending thread ends all tickets under it, so none can slip in after
             if self.has_ended:
                 raise RuntimeError("the engine's thread has ended")
-            self._active[ticket] = None
-        begin = partial(self._commands.put, partial(self._begin, ticket))
-        grammar = ticket.prepared.grammar
-        if grammar is None:
-            begin()
-        else:
-            grammar.add_done_callback(lambda _: begin())  # at once where it is compiled
+            self._active.update(dict.fromkeys(tickets))
+
+        def begin() -> None:
+            for ticket in tickets:
+                self._begin(ticket)
+
+        grammars = [ticket.prepared.grammar for ticket in tickets if ticket.prepared.grammar is not None]
+        _call_when_done(grammars, partial(self._commands.put, begin))
 
     def abort(self, ticket: Ticket) -> None:
         """Ends a request in whatever state it is. Any thread may call this at any moment, also after its end."""
@@ -476,3 +484,11 @@ class EngineThread:
                 one.scores, one.logprobs = [], None if self._texts is None else []
         news[-1].is_last, news[-1].error = True, error
         return news
+
+
+def _call_when_done(futures: Sequence[Future[Any]], act: Callable[[], object]) -> None:
+    """Calls `act` once, by whom the last of `futures` is done; at once where all are."""
+    if not futures:
+        act()
+    else:
+        futures[0].add_done_callback(lambda _: _call_when_done(futures[1:], act))

@@ -9,6 +9,7 @@ import torch
 import tmodel
 from tsched.execution.cache_size import compute_cache_bytes, device_memory
 from tsched.options import EngineOptions, OptionError
+from tsched.requests.errors import ArgumentError
 from tsched.resolved_options import ResolvedOptions, UnitSizes, resolve_options
 
 
@@ -16,13 +17,13 @@ def find_device(name: torch.device | str | None) -> torch.device:
     """The device called `name`; None is CUDA where there is one, else the CPU.
 
     Raises:
-        ValueError: It is CUDA, and there is none.
+        ArgumentError: It is CUDA, and there is none.
     """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {str(device)!r}, and torch finds no CUDA here; there is 'cpu'")
+        raise ArgumentError(f"device is {str(device)!r}, and torch finds no CUDA here; there is 'cpu'")
     return device
 
 
@@ -49,7 +50,7 @@ def fit_options(
         dtype: Of its weights and its cache.
 
     Raises:
-        ValueError: As `resolve_options`.
+        ArgumentError: As `resolve_options`.
     """
     return resolve_options(
         options,
@@ -89,13 +90,13 @@ def check_random_weights(plan: tmodel.ModelPlan, device: torch.device, dtype: to
     """Checks that a plan's random weights fit the device's memory, before they are made.
 
     Raises:
-        ValueError: They do not. The message has the numbers.
+        ArgumentError: They do not. The message has the numbers.
     """
     total, _ = device_memory(device)
     needed = plan.random_weights * dtype.itemsize
     if needed > total:
         where = "this machine has" if device.type == "cpu" else f"{device} has"
-        raise ValueError(
+        raise ArgumentError(
             f"{plan.name}: {plan.random_weights / 1e9:.2f} billion random weights take {needed / 1e9:.1f} GB as "
             f"{str(dtype).removeprefix('torch.')}, {where} {total / 1e9:.1f} GB"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tsched.requests.errors import ArgumentError
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
 _PER_COUNTER = 4  # 64-bit words that Philox4x64 makes of one counter value
@@ -30,10 +31,10 @@ def draw_uniforms(key: NDArray[np.uint64], first: int, count: int) -> NDArray[np
         [count] float64 in [0, 1).
 
     Raises:
-        ValueError: `first` is no multiple of 4.
+        ArgumentError: `first` is no multiple of 4.
     """
     if first % _PER_COUNTER:
-        raise ValueError(f"first must be a multiple of {_PER_COUNTER}, got {first}")
+        raise ArgumentError(f"first must be a multiple of {_PER_COUNTER}, got {first}")
     return np.random.Generator(np.random.Philox(key=key, counter=first // _PER_COUNTER)).random(count)
 
 

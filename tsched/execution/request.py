@@ -34,6 +34,9 @@ class Request:
         grammar: How far the output has come in its grammar, where it has one.
         prompt_scores: The prompt's log-probabilities, where the request asks for them.
         error: Why it failed; None where it did not.
+        at_fault: The field of its parameters that made it fail; None where none did.
+        stops_at_text: Whether the engine looks for stop strings in its text.
+        is_watched: Whether the engine must inspect each of its tokens.
     """
 
     sequence: Sequence
@@ -46,11 +49,16 @@ class Request:
     grammar: GrammarState | None = None
     prompt_scores: PromptScores | None = None
     error: str | None = None
+    at_fault: str | None = None
+    stops_at_text: bool = field(init=False)
+    is_watched: bool = field(init=False)
 
-    @property
-    def stops_at_text(self) -> bool:
-        """Whether the engine looks for stop strings in its text."""
-        return self.detokenizer is not None and bool(self.sequence.params.stop_strings)
+    def __post_init__(self) -> None:
+        params = self.sequence.params
+        self.stops_at_text = self.detokenizer is not None and bool(params.stop_strings)
+        stops_early = self.stops_at_text or self.grammar is not None or bool(params.criteria)
+        # With max_tokens 0 its one token is dropped.
+        self.is_watched = params.max_tokens != 0 and (stops_early or params.logprobs is not None)
 
     @property
     def has_textless_end(self) -> bool:
@@ -64,15 +72,6 @@ class Request:
             return None
         found = None if self.detokenizer is None else self.detokenizer.found_stop
         return self.sequence.stop_id if found is None else found
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the engine must inspect each of its tokens."""
-        params = self.sequence.params
-        if params.max_tokens == 0:  # its one token is dropped
-            return False
-        stops_early = self.stops_at_text or self.grammar is not None or bool(params.criteria)
-        return stops_early or params.logprobs is not None
 
     def look_for_stop(self, token_id: int, *, may_stop: bool) -> str | None:
         """Appends a new token to the text.
@@ -114,7 +113,8 @@ class Request:
         if not grammar.append(token):
             return None
         if grammar.error is not None:
-            self.error = self.error or grammar.error
+            if self.error is None:
+                self.error, self.at_fault = grammar.error, "structured_outputs"
             return "error"
         if sequence.finish_reason is not None:  # complete, if just at its longest
             sequence.finish_reason = "stop"
@@ -210,3 +210,9 @@ def joint_error(requests: Items[Request]) -> str | None:
     if len(requests) == 1:
         return errors[0][1] if errors else None
     return "; ".join(f"completion {index}: {error}" for index, error in errors) or None
+
+
+def joint_fault(requests: Items[Request]) -> str | None:
+    """The field of their parameters that made samples of one request fail; None where any failed of something else."""
+    faults = {request.at_fault for request in requests if request.error is not None}
+    return faults.pop() if len(faults) == 1 else None

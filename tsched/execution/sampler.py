@@ -31,6 +31,11 @@ from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 NOT_FINITE = -1  # the model's logits for the row hold a NaN, or no finite maximum
 NONE_LEFT = -2  # the request's parameters left no finite logit
 
+# As integers: an IntFlag takes microseconds to combine.
+_PROCESSORS, _LOGPROBS = int(Asks.PROCESSORS), int(Asks.LOGPROBS)
+_COMPUTED = int(Asks.PROCESSORS | Asks.BIAS | Asks.PENALTIES | Asks.MIN_TOKENS)
+"""What changes scores, in float64. The rest bars tokens or leaves scores as they are."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -101,7 +106,7 @@ class Sampler:
         self._penalties = PenaltyCounts(table)
         self.grammars = GrammarMasks(table)
         # Each changes the scores of those rows alone that ask for it, all of them at once.
-        self._stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
+        stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
             (Asks.BIAS, TokenBiases(table, lambda sequence: sequence.params.biases).apply),
             (Asks.PENALTIES, self._penalties.apply),
             (Asks.MIN_TOKENS, HeldEnds(table, eos_token_ids).apply),
@@ -109,6 +114,7 @@ class Sampler:
             (Asks.BAD_WORDS, BadWords(table).apply),
             (Asks.GRAMMAR, self.grammars.apply),
         )
+        self._stages = tuple((int(asks), apply) for asks, apply in stages)
 
     def forget(self, rows: Ints) -> None:
         """Drops what is cached for `rows` [n]: their tokens have changed."""
@@ -125,16 +131,21 @@ class Sampler:
                 which nobody reads. None where no row can have one.
         """
         table = self._table
-        tokens, finite = _most_likely_tokens(logits)
         plain = table.plain[rows]
         if epochs is not None:
             plain |= table.epoch[rows] != epochs
-        if plain.all():
-            return Sampled(_mark_not_finite(tokens, finite), None, _NO_FAULTS)
         special = np.flatnonzero(~plain)
-        chosen_logits = logits.index_select(0, _send_beside(special, logits))  # [s, V], a copy
-        chosen, faults = self._choose(chosen_logits, rows[special], lengths[special])
-        tokens = _mark_not_finite(tokens.index_copy_(0, _send_beside(special, logits), chosen), finite)
+        if special.size and special.size == rows.size:
+            finite: torch.Tensor | None = logits.amax(dim=-1).isfinite()
+            tokens, faults = self._choose(logits.clone(), rows, lengths)
+        else:
+            tokens, finite = _most_likely_tokens(logits)
+            if not special.size:
+                return Sampled(_mark(NOT_FINITE, tokens, finite), None, _NO_FAULTS)
+            index = _send_beside(special, logits)
+            chosen, faults = self._choose(logits.index_select(0, index), rows[special], lengths[special])
+            tokens.index_copy_(0, index, chosen)
+        tokens = _mark(NOT_FINITE, tokens, finite)
         raw = self._gather_logprobs(logits, tokens, rows, special)
         return Sampled(tokens, raw, {int(special[i]): fault for i, fault in faults.items()})
 
@@ -142,7 +153,7 @@ class Sampler:
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
     ) -> RawLogprobs | None:
         """Log-probabilities of the model's own logits, for the entries in `special` [s] whose requests ask for them."""
-        entries = special[self._table.asks[rows[special]] & Asks.LOGPROBS != 0].tolist()
+        entries = special[self._table.asks[rows[special]] & _LOGPROBS != 0].tolist()
         if not entries:
             return None
         asking = (_require_sequence(self._table.sequences[row]) for row in rows[entries].tolist())
@@ -162,38 +173,44 @@ class Sampler:
         Returns:
             ([s] int64, NONE_LEFT where there is no token; place -> why its logits processor failed).
         """
-        table = self._table
         scores, faults = self._compute_scores(logits, rows, lengths)
-        highest, tokens = scores.max(dim=-1)
-        finite = highest.isfinite()
-        drawing = np.flatnonzero(table.temperature[rows] > 0.0)
-        if drawing.size:
-            drawn_rows, all_draw = rows[drawing], drawing.size == rows.size
-            index = _send_beside(drawing, scores)
-            probabilities = filtered_probabilities(
-                scores if all_draw else scores.index_select(0, index),
-                temperature=table.temperature[drawn_rows],
-                min_p=table.min_p[drawn_rows],
-                top_k=table.top_k[drawn_rows],
-                top_p=table.top_p[drawn_rows],
-            )
-            uniform = self._uniforms.find_uniforms(drawn_rows, lengths[drawing] - table.prompt_len[drawn_rows])
-            drawn = draw_tokens(probabilities, uniform)
-            tokens = drawn if all_draw else tokens.index_copy_(0, index, drawn)
-        return tokens.masked_fill_(~finite, NONE_LEFT), faults
+        drawing = np.flatnonzero(self._table.temperature[rows] > 0.0)
+        if drawing.size == rows.size:
+            finite: torch.Tensor | None = scores.amax(dim=-1).isfinite()
+            tokens = self._draw(scores, rows, lengths)
+        else:
+            tokens, finite = _most_likely_tokens(scores)
+            if drawing.size:
+                index = _send_beside(drawing, scores)
+                drawn = self._draw(scores.index_select(0, index), rows[drawing], lengths[drawing])
+                tokens.index_copy_(0, index, drawn)
+        return _mark(NONE_LEFT, tokens, finite), faults
+
+    def _draw(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> torch.Tensor:
+        """Draws tokens [s] int64 by `scores` [s, V] of rows with a temperature; of a row without a finite one any."""
+        table = self._table
+        probabilities = filtered_probabilities(
+            scores.double(),
+            temperature=table.temperature[rows],
+            min_p=table.min_p[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+        )
+        return draw_tokens(probabilities, self._uniforms.find_uniforms(rows, lengths - table.prompt_len[rows]))
 
     def _compute_scores(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
         """Applies what rows ask for to `logits` [s, V], up to the temperature.
 
         Returns:
-            ([s, V] float64, with barred tokens at -inf and NaN in a row whose processor failed; place -> why it
-            failed).
+            ([s, V], float64 where there was something to compute, with barred tokens at -inf and NaN in a row whose
+            processor failed; place -> why it failed).
         """
-        scores, asks = logits.double(), self._table.asks[rows]
+        asks = self._table.asks[rows]
         asked = int(np.bitwise_or.reduce(asks))
+        scores = logits.double() if asked & _COMPUTED else logits
         faults: dict[int, str] = {}
-        if asked & Asks.PROCESSORS:
-            faults = self._run_processors(scores, np.flatnonzero(asks & Asks.PROCESSORS), rows, lengths)
+        if asked & _PROCESSORS:
+            faults = self._run_processors(scores, np.flatnonzero(asks & _PROCESSORS), rows, lengths)
         for stage, apply in self._stages:
             if asked & stage:
                 entries = np.flatnonzero(asks & stage)
@@ -237,9 +254,9 @@ def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return places, highest.isfinite()
 
 
-def _mark_not_finite(tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
-    """Puts NOT_FINITE into `tokens` [m], in place, where not `finite` [m]."""
-    return tokens if finite is None else tokens.masked_fill_(~finite, NOT_FINITE)
+def _mark(why: int, tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
+    """Puts `why` into `tokens` [m], in place, where not `finite` [m]; None is finite everywhere."""
+    return tokens if finite is None else tokens.masked_fill_(~finite, why)
 
 
 def filtered_probabilities(
@@ -263,7 +280,7 @@ def filtered_probabilities(
         [n, V] float64, not normalized (the most likely token has 1), and 0 where a filter removed the token.
     """
     top = scores.amax(dim=-1, keepdim=True)
-    probabilities = ((scores - top) / _send_beside(temperature, scores).unsqueeze(1)).exp_()  # [n, V]
+    probabilities = _exponentiate((scores - top).div_(_send_beside(temperature, scores).unsqueeze(1)))  # [n, V]
     if min_p.any():
         probabilities.masked_fill_(probabilities < _send_beside(min_p, scores).unsqueeze(1), 0.0)
     filtered = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]) | (top_p < 1.0))
@@ -272,6 +289,14 @@ def filtered_probabilities(
         kept = _keep_most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered])
         probabilities.index_copy_(0, index, kept)
     return probabilities
+
+
+def _exponentiate(shares: torch.Tensor) -> torch.Tensor:
+    """exp of `shares` [n, V] float64 <= 0, in place, but 0 below 1e-300."""
+    if shares.device.type != "cpu":
+        return shares.exp_()
+    # A CPU's exp takes twice to five times as long where a result is no ordinary number, as of a token that is barred.
+    return torch.nn.functional.threshold(shares.clamp_(min=-700.0).exp_(), 1e-300, 0.0, inplace=True)
 
 
 def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:

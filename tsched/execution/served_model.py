@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import operator
 import threading
@@ -12,6 +13,8 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 import tkernels
 import tmodel
@@ -26,7 +29,8 @@ from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
 from tsched.requests.chat_template import ChatEncoder, ChatTemplateError, read_chat_template
-from tsched.requests.errors import RefusedError, RequestFault
+from tsched.requests.errors import RefusedError, RequestFault, UsageError
+from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import GrammarCompiler
 from tsched.requests.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tsched.requests.prompts import (
@@ -43,11 +47,14 @@ from tsched.requests.prompts import (
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.token_texts import TokenTexts
 from tsched.requests.tokenizer import TOKENIZER_FILES, load_tokenizer
+from tsched.requests.vllm_names import METHOD_NAMES
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
 
 Swaps = Mapping[str, str | Mapping[str, Mapping[str, int] | None] | None]
 """op -> a variant as in the option `kernels`, or None for the op's default."""
+
+_FREED = ("_engine", "_network", "_pages", "_grammars", "_thread", "kernels")  # what a closed one has no more
 
 SelfT = TypeVar("SelfT")
 ParametersT = ParamSpec("ParametersT")
@@ -96,6 +103,7 @@ class ServedModel:
     """
 
     _thread: EngineThread | None = None  # that serves, where one does
+    _is_closed = False
 
     @takes_options(EngineOptions)
     def __init__(self, model: str | Path, options: EngineOptions) -> None:
@@ -110,8 +118,8 @@ class ServedModel:
         Raises:
             tmodel.ConfigError: There is no such model, or it cannot be served.
             tkernels.SelectionError: A kernel is unknown or unsupported here.
-            TypeError: There is no such option.
-            ValueError: Any other argument is wrong. All of these are raised before any weight is loaded.
+            ArgumentTypeError: There is no such option.
+            ArgumentError: Any other argument is wrong. All of these are raised before any weight is loaded.
         """
         plan = tmodel.find_model(model, tmodel.architectures_with(options.architectures_from))
         self.config = plan.config
@@ -187,6 +195,20 @@ class ServedModel:
     def tokenizer(self, tokenizer: Any) -> None:
         self._texts.use(tokenizer)
 
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request without sampling parameters gets."""
+        return SamplingParams()
+
+    def __getattr__(self, name: str) -> Any:  # of what is not there
+        if self._is_closed and name in _FREED:
+            raise UsageError(f"this {type(self).__name__} was closed")
+        why = f": it {METHOD_NAMES[name].answer}" if name in METHOD_NAMES else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{why}", name=name, obj=self)
+
     @property
     def arm(self) -> dict[str, str]:
         """op -> the variant that serves it."""
@@ -248,8 +270,8 @@ class ServedModel:
         """Reads and checks a prompt. A fault of the prompt goes into `refusal` and is not raised.
 
         Raises:
-            TypeError: The priority or the salt has another type.
-            ValueError: The priority is too large.
+            ArgumentTypeError: The priority or the salt has another type.
+            ArgumentError: The priority is too large.
         """
         text: str | None = None
         token_ids: list[int] = []
@@ -278,6 +300,8 @@ class ServedModel:
         params, grammar = prepared.params, None if prepared.grammar is None else prepared.grammar.result()
         if isinstance(grammar, str):
             raise RefusedError(grammar)
+        if grammar is not None:
+            check_first_token(params, self.config.vocab_size, self.config.eos_token_ids, grammar)
         return self._engine.add_group(
             [next(self._ids) for _ in range(params.n)],
             prepared.token_ids,
@@ -302,6 +326,18 @@ class ServedModel:
             return replace(params, bad_words=spell_bad_words(params.forbidden, encode))
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
+
+    def _free(self) -> None:
+        """Ends the thread that serves, if one does, and gives up all that is on the device."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread.join()
+        self._is_closed = True
+        for name in _FREED:
+            vars(self).pop(name, None)
+        gc.collect()  # recorded steps refer to each other in circles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def warm_up(self) -> None:
         """Serves a short request before any other: kernels are compiled and their tuned configs read now.
@@ -352,18 +388,18 @@ class ServedModel:
         """Checks a request for `EngineThread.submit`. A fault of the prompt refuses it there.
 
         Raises:
-            TypeError: The priority or the salt has another type.
-            ValueError: The priority is too large.
+            ArgumentTypeError: The priority or the salt has another type.
+            ArgumentError: The priority is too large.
         """
         arrival = time.perf_counter()
         return Ticket(self._prepare(request_id, prompt, params, arrival, priority=priority, cache_salt=cache_salt))
 
     def _read_prompt(self, entry: Any) -> tuple[str | None, list[int]]:
-        """The prompt's text, None where it is token ids, and its token ids."""
+        """The prompt's text, None where it is token ids alone, and its token ids."""
         if isinstance(entry, Conversation):
             return self._chat_encoder.encode(entry)
-        prompt = parse_prompt(entry)
-        return (prompt, self._encode(prompt)) if isinstance(prompt, str) else (None, prompt)
+        text, token_ids = parse_prompt(entry)
+        return text, self._encode(text or "") if token_ids is None else token_ids
 
     @functools.cached_property
     def _chat_encoder(self) -> ChatEncoder:

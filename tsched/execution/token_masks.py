@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,7 +31,7 @@ def pack_mask(token_ids: Ints, vocab_size: int) -> Masks:
 
 
 def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None:
-    """Sets scores of tokens that are not allowed to -inf, in place.
+    """Sets scores of tokens that are not allowed to -inf, in place. They have no NaN but in rows that nobody reads.
 
     Args:
         scores: [s, V] floating.
@@ -37,16 +39,28 @@ def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None
         masks: [p, W] int32, theirs.
     """
     num_rows, vocab_size = scores.shape
-    if masks.device.type == "cpu":  # numpy's bits: a fifth of torch's time on [32, 1024]
-        bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=vocab_size, bitorder="little")
-        barred = torch.from_numpy(bits == 0)  # [p, V]
-    else:
-        barred = unpack_masks(masks)[:, :vocab_size].logical_not_()
-    if entries.size == num_rows:  # in any case in order
+    if scores.device.type == "cpu":  # a tenth of torch's time on [32, 1024]: nothing branches on a token
+        array = scores.numpy()
+        bounds = _bound_bytes(array.dtype.char).take(masks.numpy().view(np.uint8), axis=0)  # [p, 4 W, 8]
+        bounds = bounds.reshape(masks.shape[0], -1)[:, :vocab_size]
+        if entries.size == num_rows:  # in any case in order
+            np.minimum(array, bounds, out=array)
+        else:
+            array[entries] = np.minimum(array[entries], bounds)
+        return
+    barred = unpack_masks(masks)[:, :vocab_size].logical_not_()
+    if entries.size == num_rows:
         scores.masked_fill_(barred, -torch.inf)
     else:
         index = to_device(entries, scores.device)
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(barred, -torch.inf))
+
+
+@functools.cache
+def _bound_bytes(dtype: str) -> NDArray[np.floating]:
+    """[256, 8]: for each byte of a mask the upper bounds of its tokens' scores, +inf where they are allowed."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits == 1, np.inf, -np.inf).astype(dtype)
 
 
 def unpack_masks(masks: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 TEMPLATE_FILE = "chat_template.jinja"
 _KEYS = ("role", "content", "name", "reasoning_content")
 _PRIVATE_USE = range(0xE000, 0xF8FF)
+_SET = "chat_template_kwargs"  # what callers set variables with
 _TAKEN_NAMES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
 
 
@@ -47,6 +49,7 @@ class ChatTemplate:
 
     Attributes:
         source, special_tokens: As given.
+        variables: The names that it reads and a caller may set.
 
     Raises:
         ChatTemplateError: The text is no template.
@@ -61,6 +64,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template is no template of jinja2: {line}{error.message}") from error
         self.source = source
         self.special_tokens = dict(special_tokens)
+        read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self.variables = sorted(read - _TAKEN_NAMES - self.special_tokens.keys())
         self.literal_text = "".join(text for _, kind, text in environment.lex(source) if kind in ("data", "string"))
 
     def render(self, conversation: Conversation, control_tokens: Sequence[str] = ()) -> list[str]:
@@ -69,7 +74,7 @@ class ChatTemplate:
         Raises:
             RefusedError: A message is wrong, or the template refuses the messages.
         """
-        messages, variables = _read_messages(conversation.messages), _read_variables(conversation.variables)
+        messages, variables = _read_messages(conversation.messages), self._read_variables(conversation.variables)
         if conversation.continue_final_message and conversation.add_generation_prompt:
             raise RefusedError("continue_final_message goes on with a message, and add_generation_prompt begins one")
         begin, end, tag = _unused_characters(messages, variables)
@@ -79,6 +84,8 @@ class ChatTemplate:
             return control.sub(rf"{begin}\g<0>{end}", value) if isinstance(value, str) else value
 
         marked = [{key: value if key == "role" else mark(value) for key, value in one.items()} for one in messages]
+        if "developer" not in self.source:  # OpenAI's newer word: a template that has not heard of it may drop it
+            marked = [one | {"role": "system"} if one["role"] == "developer" else one for one in marked]
         if conversation.continue_final_message:
             marked[-1]["content"] += f"{tag} "  # a template that strips the content takes the space
         try:
@@ -95,6 +102,22 @@ class ChatTemplate:
             text = _cut_at(text, tag)
         pieces = re.split(f"{begin}({control.pattern}){end}|[{begin}{end}]", text)
         return ["" if piece is None else piece for piece in pieces]
+
+    def _read_variables(self, variables: Any) -> dict[str, Any]:
+        """The variables that a caller sets; RefusedError where the template would not read one."""
+        if not isinstance(variables, Mapping):
+            raise RefusedError(f"{_SET} must be a mapping, got a {type(variables).__name__}")
+        for name, value in variables.items():
+            if name in _TAKEN_NAMES or name in self.special_tokens:
+                raise RefusedError(f"{_SET} may not hold {name!r}, which is made of the request and the model")
+            if name not in self.variables:
+                known = f"reads {', '.join(self.variables)}" if self.variables else "reads no variable of a caller"
+                raise RefusedError(
+                    f"{_SET} has {name!r}, and the chat template {known}{suggest_name(name, self.variables)}"
+                )
+            if not (value is None or type(value) in (str, int, float, bool)):
+                raise RefusedError(f"{_SET} must hold plain values, {name!r} is a {type(value).__name__}")
+        return dict(variables)
 
 
 class ChatEncoder:
@@ -116,8 +139,12 @@ class ChatEncoder:
         added: dict[int, Any] = self._tokenizer.get_added_tokens_decoder()
         return added
 
-    def encode(self, conversation: Conversation) -> tuple[str, list[int]]:
+    def encode(self, conversation: Conversation, *, add_special_tokens: bool = False) -> tuple[str, list[int]]:
         """The prompt's text and token ids [n], with no special token but the template's own.
+
+        Args:
+            conversation: The messages, and how to render them.
+            add_special_tokens: Whether to add those that the tokenizer begins and ends a text with.
 
         Raises:
             RefusedError: There is no template, it or a message is wrong, or the template refuses the messages.
@@ -132,7 +159,17 @@ class ChatEncoder:
         ids: list[int] = []
         for place, piece in enumerate(pieces):
             ids += self._encode_as_text(piece) if place % 2 else self._encode(piece)
+        if add_special_tokens:
+            begin, end = self._ends
+            ids = [*begin, *ids, *end]
         return text, ids
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer begins a text with, and those that it ends it with."""
+        mask = self._tokenizer.encode("a")
+        own = [place for place, is_special in enumerate(mask.special_tokens_mask) if not is_special]
+        return mask.ids[: own[0]], mask.ids[own[-1] + 1 :]
 
     def _find_template(self, source: str | None) -> ChatTemplate:
         if source is not None:
@@ -156,7 +193,8 @@ class ChatEncoder:
     def _encode(self, text: str) -> list[int]:
         try:
             with attribute_to("the tokenizer on the messages"):
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids if text else []
+                # Other threads run meanwhile, which `encode` does not let them.
+                ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids if text else []
         except RequestFault as fault:
             raise RefusedError(str(fault)) from fault
         return ids
@@ -263,17 +301,6 @@ def _read_content(place: str, content: Any) -> str:
             raise RefusedError(f"{place}[{number}].text must be a text, got {part.get('text')!r}")
         texts.append(str(part["text"]))
     return "\n".join(texts)
-
-
-def _read_variables(variables: Any) -> dict[str, Any]:
-    if not isinstance(variables, Mapping):
-        raise RefusedError(f"the template's variables must be a mapping, got a {type(variables).__name__}")
-    for name, value in variables.items():
-        if not isinstance(name, str) or name in _TAKEN_NAMES:
-            raise RefusedError(f"the template's variable {name!r} is not to be set")
-        if not (value is None or type(value) in (str, int, float, bool)):
-            raise RefusedError(f"the template's variable {name!r} must be a plain value, got a {type(value).__name__}")
-    return dict(variables)
 
 
 def _unused_characters(messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> list[str]:

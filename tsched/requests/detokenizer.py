@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from tsched.requests.callbacks import is_users_interrupt
+from tsched.requests.errors import UsageError
 
 Decode = Callable[[Sequence[int]], str]
 Step = Callable[[int], str | None]
@@ -109,10 +110,10 @@ class IncrementalDetokenizer:
             The text that became final; "" while a character is unfinished.
 
         Raises:
-            RuntimeError: A stop string has ended the text.
+            UsageError: A stop string has ended the text.
         """
         if self.found_stop is not None:
-            raise RuntimeError("the text has ended at a stop string")
+            raise UsageError("the text has ended at a stop string")
         if self._even is not None and (new := self._even[token_id]):
             self._skipped = token_id
             if self._stops:

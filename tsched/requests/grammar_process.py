@@ -12,9 +12,9 @@ _MEMORY_BYTES = 2 * 2**30
 
 
 def main() -> None:
-    from llguidance import LLMatcher, LLParserLimits, grammar_from
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-    limits = LLParserLimits(**json.loads(sys.argv[1]))
+    limits, tokens = LLParserLimits(**json.loads(sys.argv[1])), LLTokenizer("byte")
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     memory = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (memory, most))
@@ -23,7 +23,10 @@ def main() -> None:
         grammar = error = ""
         try:
             grammar = grammar_from(*json.loads(line))
-            error = LLMatcher.validate_grammar(grammar, limits=limits)
+            matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # where nothing may begin an output, it finds out only now
+            error = matcher.get_error()
         except (ValueError, RecursionError, MemoryError) as fault:
             error = f"{type(fault).__name__}: {fault}"
         print(json.dumps([grammar, error]), flush=True)

@@ -9,9 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError
+from tsched.requests.first_token import check_first_token
 from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.vllm_names import PROMPT_NAMES
 
 MAX_PRIORITY = 2**31  # the scheduler's keys are int64
 
@@ -29,7 +31,7 @@ class Conversation:
         add_generation_prompt: Whether the prompt ends with what begins an assistant's message.
         continue_final_message: Whether the prompt ends with the last message's content, which the output goes on from.
         chat_template: The text of a template to use in the place of the checkpoint's.
-        variables: More of the template's variables, as `enable_thinking` of some.
+        variables: More of the variables that the template reads, as `enable_thinking` of some.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -40,7 +42,8 @@ class Conversation:
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Conversation
-"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages."""
+"""Text, token ids, vLLM's {"prompt": text} and {"prompt_token_ids": ids}, or messages. Of a mapping with both, the ids
+are the prompt."""
 
 Salt = str | bytes | None
 """Separates one tenant's cached prefixes from another's; None is the empty salt."""
@@ -83,30 +86,34 @@ def split_prompts(prompts: Any) -> list[Any]:
     ids is one request.
 
     Raises:
-        TypeError: It is neither that nor a list of prompts.
+        ArgumentTypeError: It is neither that nor a list of prompts.
     """
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping, Conversation)):
         return [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise TypeError(f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}")
+        raise ArgumentTypeError(
+            f"prompts must be a text, a list of token ids or a list of those, got {type(prompts).__name__}"
+        )
     entries = list(prompts)
     if _PLAIN.issuperset(map(type, entries)):
         return [entries] if entries else []
     return [entries] if all(_is_integer(entry) for entry in entries) else entries
 
 
-def parse_prompt(prompt: Any) -> str | list[int]:
-    """Returns the prompt's text, or its token ids as a list of int.
+def parse_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """Returns the prompt's text and its token ids as a list of int; one of them is None where it is not given.
 
     Raises:
         RefusedError: It is no prompt. The message says what is wrong.
     """
     if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        return _parse_mapping(prompt)
+        return prompt, None
+    return _parse_mapping(prompt) if isinstance(prompt, Mapping) else (None, _parse_ids(prompt))
+
+
+def _parse_ids(prompt: Any) -> list[int]:
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
     if isinstance(prompt, (list, tuple, range)):
@@ -119,15 +126,20 @@ def parse_prompt(prompt: Any) -> str | list[int]:
     raise RefusedError(f"a prompt must be a text or a list of token ids, got {type(prompt).__name__}")
 
 
-def _parse_mapping(prompt: Mapping[Any, Any]) -> str | list[int]:
-    if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+def _parse_mapping(prompt: Mapping[Any, Any]) -> tuple[str | None, list[int] | None]:
+    for key, value in prompt.items():
+        if key in PROMPT_NAMES and PROMPT_NAMES[key].asks_for(value):
+            raise RefusedError(f"a prompt mapping has no {key!r}: it {PROMPT_NAMES[key].answer}")
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    others = prompt.keys() - {"prompt", "prompt_token_ids"} - PROMPT_NAMES.keys()
+    if others or (text is None and ids is None):
         keys = sorted(map(str, prompt))
-        raise RefusedError(f'a prompt mapping has one key, "prompt" or "prompt_token_ids"; got {keys}')
-    ((key, value),) = prompt.items()
-    parsed = parse_prompt(value) if not isinstance(value, Mapping) else value
-    if isinstance(parsed, str if key == "prompt" else list):
-        return parsed
-    raise RefusedError(f'"{key}" of a prompt cannot be a {type(value).__name__}')
+        raise RefusedError(f'a prompt mapping has "prompt", "prompt_token_ids" or both; got {keys}')
+    if text is not None and not isinstance(text, str):
+        raise RefusedError(f'"prompt" of a prompt cannot be a {type(text).__name__}')
+    if isinstance(ids, (str, Mapping)):
+        raise RefusedError(f'"prompt_token_ids" of a prompt cannot be a {type(ids).__name__}')
+    return text, None if ids is None else _parse_ids(ids)
 
 
 def check_token_ids(token_ids: list[int], vocab_size: int) -> None:
@@ -151,7 +163,7 @@ def check_named_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequ
     """Checks the tokens that parameters name against the model's vocabulary.
 
     Raises:
-        RefusedError: One is outside the vocabulary, or all tokens end the output and min_tokens leaves none to choose.
+        RefusedError: One is outside the vocabulary, or together they leave none to begin with.
     """
     named: dict[str, Iterable[int]] = {
         "stop_token_ids": params.stop_ids,
@@ -163,22 +175,19 @@ def check_named_ids(params: SamplingParams, vocab_size: int, eos_token_ids: Sequ
         highest = max(ids, default=0)
         if highest >= vocab_size:
             raise RefusedError(f"{name} holds {highest}; ids go from 0 to {vocab_size - 1}")
-    ends = {*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)}
-    if params.min_tokens and len(ends) >= vocab_size:
-        also = "" if len(params.stop_ids) >= vocab_size else " but the end-of-sequence tokens"
-        raise RefusedError(f"stop_token_ids holds the whole vocabulary{also}, so min_tokens leaves no token to choose")
+    check_first_token(params, vocab_size, eos_token_ids)
 
 
 def check_salt(salt: Salt) -> bytes:
     """Returns the salt as bytes.
 
     Raises:
-        TypeError: It is no str, bytes or None.
+        ArgumentTypeError: It is no str, bytes or None.
     """
     if salt is None or isinstance(salt, bytes):
         return salt or b""
     if not isinstance(salt, str):
-        raise TypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
+        raise ArgumentTypeError(f"cache_salt must be a str, bytes or None, got {type(salt).__name__}")
     return salt.encode("utf-8", "surrogatepass")
 
 
@@ -186,13 +195,13 @@ def check_priority(priority: int) -> int:
     """Returns the priority as an int.
 
     Raises:
-        TypeError: It is no integer.
-        ValueError: Its magnitude is above MAX_PRIORITY.
+        ArgumentTypeError: It is no integer.
+        ArgumentError: Its magnitude is above MAX_PRIORITY.
     """
     if not isinstance(priority, (int, np.integer)) or isinstance(priority, bool):
-        raise TypeError(f"priority must be an integer, got {priority!r}")
+        raise ArgumentTypeError(f"priority must be an integer, got {priority!r}")
     if abs(priority) > MAX_PRIORITY:
-        raise ValueError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
+        raise ArgumentError(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
     return int(priority)
 
 
@@ -209,19 +218,19 @@ def broadcast_to_prompts(
         default: Stands for None.
 
     Raises:
-        TypeError: A value has another type.
-        ValueError: The list has another length.
+        ArgumentTypeError: A value has another type.
+        ArgumentError: The list has another length.
     """
     names = " or ".join(kind.__name__ for kind in types)
     if value is None or _has_type(value, types):
         return [default if value is None else value] * num_prompts  # type: ignore[list-item]
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be {names} or a list of them, got {type(value).__name__}")
     for one in value:
         if one is not None and not _has_type(one, types):
-            raise TypeError(f"{name} must hold {names}, got {type(one).__name__}")
+            raise ArgumentTypeError(f"{name} must hold {names}, got {type(one).__name__}")
     if len(value) != num_prompts:
-        raise ValueError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
+        raise ArgumentError(f"{len(value)} {name} for {num_prompts} prompts: give one for all, or one each")
     return [default if one is None else one for one in value]
 
 

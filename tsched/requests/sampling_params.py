@@ -8,13 +8,15 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import IntFlag
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tsched.requests.bad_words import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWord
+from tsched.requests.errors import ArgumentError
 from tsched.requests.structured_outputs import StructuredOutputsParams
-from tsched.requests.vllm_names import refuse_other_names
+from tsched.requests.vllm_names import SAMPLING_NAMES, refuse_other_names
 from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # the scheduler reads this file, and loads no torch
@@ -53,7 +55,7 @@ class Asks(IntFlag):
     GRAMMAR = 128
 
 
-@refuse_other_names
+@refuse_other_names(SAMPLING_NAMES)
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """The sampling parameters of a request; immutable. Names and meanings are vLLM's.
@@ -84,7 +86,8 @@ class SamplingParams:
         include_stop_str_in_output: Whether the text goes on to the end of the stop string, and has the text of the
             token that ended the output. Without it the text ends before either.
         skip_special_tokens: Whether special tokens have no text.
-        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before.
+        min_tokens: At most max_tokens. No end-of-sequence token, stop token or stop string ends the output before. It
+            does not go with structured_outputs, which say themselves where an output may end.
         ignore_eos: Whether the output goes on after the model's end-of-sequence token.
         logit_bias: Up to 1000 token ids, each with a number in [-100, 100] that is added to its logit. Ids must be in
             the model's vocabulary, here and in what follows.
@@ -93,14 +96,14 @@ class SamplingParams:
             barred where the output ends with those before it. A text stands for its tokens at the start of an output
             and, where they are as many, after a space. Up to 512, where a text counts for two.
         structured_outputs: The form that the output must have, StructuredOutputsParams or a mapping of its fields. An
-            output that has come to the end of its form ends there, whatever min_tokens and ignore_eos.
+            output that has come to the end of its form ends there, whatever ignore_eos.
         logits_processors: Up to 64, called in this order with the model's logits, see
             tsched.requests.logits_processors.
         stopping_criteria: Up to 64, any of which may end the output after min_tokens, see tsched.requests.stopping.
 
     Raises:
-        TypeError: There is no such field. The message has the nearest one, or what vLLM's is here.
-        ValueError: A field is wrong. The message has its name.
+        ArgumentTypeError: There is no such field. The message has the nearest one, or what vLLM's is here.
+        ArgumentError: A field is wrong. The message has its name.
     """
 
     n: int = 1
@@ -147,7 +150,7 @@ class SamplingParams:
         self._set_integer("min_tokens", 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ArgumentError(f"{name} must be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "stop", _check_strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _check_biases(self.logit_bias))
@@ -155,8 +158,11 @@ class SamplingParams:
             allowed = _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED)
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not allowed:
-                raise ValueError("allowed_token_ids must hold one token id at least; None allows all")
+                raise ArgumentError("allowed_token_ids must hold one token id at least; None allows all")
         object.__setattr__(self, "structured_outputs", _read_form(self.structured_outputs))
+        if self.min_tokens and self.structured_outputs is not None:
+            what = "does not go with structured_outputs, where an output ends with its form"
+            raise ArgumentError(f"min_tokens {what}: say it there, as minLength, minItems or {{n,}}")
         object.__setattr__(self, "bad_words", _check_bad_words(self.bad_words))
         object.__setattr__(self, "logits_processors", _check_callbacks("logits_processors", self.logits_processors, 3))
         object.__setattr__(self, "stopping_criteria", _check_callbacks("stopping_criteria", self.stopping_criteria, 2))
@@ -208,7 +214,7 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Whether every token is the one of the model's largest logit, and nothing else is asked of the sampler."""
-        return self.is_greedy and all(getattr(self, name) == _UNSET[name] for name in _HEEDED)
+        return self.is_greedy and bool(_get_heeded(self) == _HEEDED_UNSET)
 
     @property
     def ends_by_length(self) -> bool:
@@ -222,6 +228,8 @@ class SamplingParams:
     @property
     def asks(self) -> int:
         """The Asks of this request."""
+        if _get_heeded(self) == _HEEDED_UNSET:  # as of most: a flag's arithmetic costs more than all else here
+            return 0
         return int(
             Asks.PROCESSORS * bool(self.processors)
             | Asks.BIAS * bool(self.biases)
@@ -254,9 +262,9 @@ class SamplingParams:
         except OverflowError:  # an int larger than any float
             number = math.inf
         if not math.isfinite(number):
-            raise ValueError(f"{name} must be a finite number {allowed}, got {value!r}")
+            raise ArgumentError(f"{name} must be a finite number {allowed}, got {value!r}")
         if not (low < number if above else low <= number) or number > high:
-            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+            raise ArgumentError(f"{name} must be {allowed}, got {value!r}")
         object.__setattr__(self, name, number)
 
     def _set_integer(self, name: str, low: int, high: int = MAX_COUNT, *, optional: bool = False) -> None:
@@ -266,31 +274,33 @@ class SamplingParams:
         number = _check_integer(name, value)
         if not low <= number <= high:
             allowed = f"at least {low} and at most {high}" if high == MAX_COUNT else f"from {low} to {high}"
-            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+            raise ArgumentError(f"{name} must be {allowed}, got {value!r}")
         object.__setattr__(self, name, number)
 
 
 _UNSET: dict[str, Any] = {one.name: one.default for one in fields(SamplingParams)}
 _HEEDED = _UNSET.keys() - _OF_DRAWS - _OF_PROMPTS - _OF_TEXT - _OF_ENDS
+_get_heeded = attrgetter(*_HEEDED)
+_HEEDED_UNSET = tuple(_UNSET[name] for name in _HEEDED)
 _EARLY_ENDS = _OF_ENDS - {"max_tokens", "ignore_eos"}
 
 
 def _check_integer(name: str, value: Any) -> int:
     if isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise ArgumentError(f"{name} must be an integer, got {value!r}")
     try:
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+        raise ArgumentError(f"{name} must be an integer, got {value!r}") from None
 
 
 def _check_strings(name: str, value: Any) -> tuple[str, ...]:
     strings = () if value is None else (value,) if isinstance(value, str) else _check_list(name, value)
     for string in strings:
         if not isinstance(string, str) or not string:
-            raise ValueError(f"{name} must hold non-empty strings, got {string!r}")
+            raise ArgumentError(f"{name} must hold non-empty strings, got {string!r}")
         if len(string) > MAX_STOP_LENGTH:
-            raise ValueError(f"{name} may hold strings of {MAX_STOP_LENGTH} characters at most, got {len(string)}")
+            raise ArgumentError(f"{name} may hold strings of {MAX_STOP_LENGTH} characters at most, got {len(string)}")
     return strings
 
 
@@ -302,7 +312,7 @@ def _check_token_ids(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[i
 def _check_token_id(name: str, value: Any) -> int:
     token_id = _check_integer(f"every one of {name}", value)
     if not 0 <= token_id <= MAX_COUNT:
-        raise ValueError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {token_id}")
+        raise ArgumentError(f"{name} must hold token ids, at least 0 and at most {MAX_COUNT}, got {token_id}")
     return token_id
 
 
@@ -310,16 +320,16 @@ def _check_biases(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {value!r}")
+        raise ArgumentError(f"logit_bias must map token ids to numbers, got {value!r}")
     if len(value) > MAX_BIASES:
-        raise ValueError(f"logit_bias may hold at most {MAX_BIASES} entries, got {len(value)}")
+        raise ArgumentError(f"logit_bias may hold at most {MAX_BIASES} entries, got {len(value)}")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10  # as JSON has it
         token_id = _check_token_id("logit_bias", int(key) if is_text else key)
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
-            raise ValueError(
+            raise ArgumentError(
                 f"logit_bias must hold numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}, {token_id} has {bias!r}"
             )
         biases[token_id] = float(bias)
@@ -330,11 +340,11 @@ def _read_form(value: Any) -> StructuredOutputsParams | None:
     if value is None or isinstance(value, StructuredOutputsParams):
         return value
     if not isinstance(value, Mapping):
-        raise ValueError(f"structured_outputs must be StructuredOutputsParams or a mapping, got {value!r}")
+        raise ArgumentError(f"structured_outputs must be StructuredOutputsParams or a mapping, got {value!r}")
     known = [one.name for one in fields(StructuredOutputsParams)]
     for name in value:
         if name not in known:
-            raise ValueError(
+            raise ArgumentError(
                 f"structured_outputs has no {name!r}: there is {', '.join(known)}{suggest_name(name, known)}"
             )
     return StructuredOutputsParams(**value)
@@ -344,18 +354,18 @@ def _check_bad_words(value: Any) -> tuple[BadWord, ...]:
     words = [_check_bad_word(word) for word in (() if value is None else _check_list("bad_words", value))]
     count = sum(2 if isinstance(word, str) else 1 for word in words)
     if count > MAX_BAD_WORDS:
-        raise ValueError(f"bad_words may hold {MAX_BAD_WORDS} entries, where a text counts for two; got {count}")
+        raise ArgumentError(f"bad_words may hold {MAX_BAD_WORDS} entries, where a text counts for two; got {count}")
     return tuple(dict.fromkeys(words))
 
 
 def _check_bad_word(word: Any) -> BadWord:
     if isinstance(word, str):
         if not word.strip() or len(word) > MAX_STOP_LENGTH:
-            raise ValueError(f"bad_words must hold texts of 1 to {MAX_STOP_LENGTH} characters, not only spaces")
+            raise ArgumentError(f"bad_words must hold texts of 1 to {MAX_STOP_LENGTH} characters, not only spaces")
         return word
     tokens = _check_list("every one of bad_words", word, MAX_BAD_WORD_TOKENS)
     if not tokens:
-        raise ValueError("bad_words must hold texts, or lists of one token id at least")
+        raise ArgumentError("bad_words must hold texts, or lists of one token id at least")
     return tuple(_check_token_id("bad_words", token) for token in tokens)
 
 
@@ -364,7 +374,7 @@ def _check_callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ..
     callbacks = _check_list(name, () if value is None else value, MAX_CALLBACKS)
     for callback in callbacks:
         if not callable(callback) or isinstance(callback, type):
-            raise ValueError(f"{name} must hold functions or callable objects, got {callback!r}")
+            raise ArgumentError(f"{name} must hold functions or callable objects, got {callback!r}")
         try:
             signature = inspect.signature(callback)
         except (TypeError, ValueError):  # some functions written in C have no signature
@@ -372,7 +382,7 @@ def _check_callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ..
         try:
             signature.bind(*range(num_arguments))
         except TypeError:
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} are called with {num_arguments} arguments, but {callback!r} takes {signature}"
             ) from None
     return callbacks
@@ -380,8 +390,8 @@ def _check_callbacks(name: str, value: Any, num_arguments: int) -> tuple[Any, ..
 
 def _check_list(name: str, value: Any, longest: int = MAX_STOPS) -> tuple[Any, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
-        raise ValueError(f"{name} must be a list, got {value!r}")
+        raise ArgumentError(f"{name} must be a list, got {value!r}")
     items = tuple(value)
     if len(items) > longest:
-        raise ValueError(f"{name} may hold at most {longest} entries, got {len(items)}")
+        raise ArgumentError(f"{name} may hold at most {longest} entries, got {len(items)}")
     return items

@@ -77,8 +77,8 @@ class TokenTexts:
             Token id -> log-probability, the chosen token first.
         """
         known = self._labels
-        if not known.keys() >= set(token_ids):
-            for token_id in token_ids:
+        for token_id in token_ids:
+            if token_id not in known:
                 known[token_id] = self._make_label(token_id)
         labels = [known[token_id] for token_id in token_ids]
         entries = [Logprob(logprob, rank, *label) for logprob, rank, label in zip(logprobs, ranks, labels, strict=True)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tsched.requests.errors import ArgumentError
 
 BlockIds = NDArray[np.int32]
 
@@ -27,7 +30,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"a block pool needs num_blocks >= 1 and block_size >= 1, got {num_blocks} and {block_size}"
             )
         self.num_blocks = num_blocks
@@ -91,6 +94,8 @@ class BlockPool:
         without a reference are free.
         """
         index, refs = self._distinct(blocks, "released")
+        if np.count_nonzero(refs == 1) == refs.size:
+            return self._release_last(blocks, index)
         self._require(refs, blocks, "released", "nobody refers to one")
         refs -= 1
         self._refs[index] = refs
@@ -105,6 +110,17 @@ class BlockPool:
         self._num_cached += num_cached
         return blocks[is_cached] if num_cached else NO_BLOCKS
 
+    def _release_last(self, blocks: BlockIds, index: NDArray[np.intp]) -> BlockIds:
+        """`release` of `blocks`, at `index`, with one reference each."""
+        self._refs[index] = 0
+        is_cached = self._kept[index]
+        num_cached = int(np.count_nonzero(is_cached))
+        self._num_cached += num_cached
+        if num_cached == blocks.size:
+            return blocks
+        self._push(blocks[~is_cached] if num_cached else blocks)
+        return blocks[is_cached] if num_cached else NO_BLOCKS
+
     def release_each(self, lists: list[BlockIds]) -> list[BlockIds]:
         """`release` of each of `lists`, in this order; one call of it where no block of theirs has two references."""
         if len(lists) < 2:
@@ -117,7 +133,10 @@ class BlockPool:
             return [NO_BLOCKS] * len(lists)
         if cached.size == joint.size:
             return lists
-        return [blocks[self._kept.take(blocks)] for blocks in lists]
+        before = np.zeros(joint.size + 1, np.int64)  # how many of the blocks before each place are cached
+        np.cumsum(self._kept.take(joint), out=before[1:])
+        ends = [0, *before[np.cumsum([blocks.size for blocks in lists])].tolist()]
+        return [cached[begin:end] for begin, end in pairwise(ends)]
 
     def keep(self, blocks: BlockIds) -> None:
         """The prefix cache keeps `blocks`, which are referenced and not kept yet, past their last reference."""
@@ -128,7 +147,7 @@ class BlockPool:
         self._kept[index] = True
 
     def keep_unshared(self, blocks: BlockIds) -> BlockIds:
-        """`keep` of the first of `blocks`, up to one that has several references. Returns those, a copy."""
+        """`keep` of the first of `blocks`, up to one that has several references. Returns those."""
         refs = self._refs.take(blocks)
         is_single = refs == 1
         if np.count_nonzero(is_single) < blocks.size:
@@ -138,7 +157,7 @@ class BlockPool:
         if np.count_nonzero(self._kept[index]):
             raise RuntimeError(f"blocks {blocks.tolist()} cannot be kept: one is kept already")
         self._kept[index] = True
-        return blocks.copy()
+        return blocks
 
     def forget(self, blocks: BlockIds) -> None:
         """The prefix cache keeps `blocks` no longer; those without a reference are free now."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
-from tsched.scheduling.policies.base import Left, PrefixCache
+from tsched.scheduling.policies.base import Computed, PrefixCache
 from tsched.scheduling.sequence import NO_STATE, Holding, Sequence
 from tsched.scheduling.state_slots import StateSlots
 from tsched.scheduling.window import Window
@@ -58,25 +59,25 @@ class KVMemory:
         self._copies = NO_COPIES
         self._usable = None if states is None else states.count_usable
 
-    def enter(self, sequence: Sequence, spare: int) -> BlockIds | None:
-        """Give a waiting `sequence` what it needs to run.
+    def enter(self, sequence: Sequence, spare: int) -> tuple[BlockIds, int] | None:
+        """Give a waiting `sequence` what it needs to run, but for free blocks: the caller allocates these.
 
         Args:
             sequence: It holds no blocks any more, and of its state what `StateSlots.place` turns into a row's.
             spare: Blocks that must be left available.
 
         Returns:
-            Blocks for all its tokens, or as many as a window lets it have, from `sequence.first_block` on; what is
-            needed of its first num_computed tokens is in them by the time that the plan's forward runs. None, and
-            nothing changes, where there is no room.
+            Blocks from `sequence.first_block` on, in which is what is needed of its first num_computed tokens by the
+            time that the plan's forward runs; and how many more it needs for all its tokens, or as many as a window
+            lets it have. None, and nothing changes, where there is no room.
         """
         if sequence.host_blocks.size:
             return self._restore(sequence, spare)
         cache, states = self.cache, self.states
-        is_new = sequence.blocks.size == 0
-        held = self._match(sequence) if is_new else sequence.blocks
-        num_computed = sequence.num_computed
+        held, num_computed = sequence.blocks, sequence.num_computed
+        is_new = held.size == 0
         if is_new:
+            held = self._match(sequence)
             num_computed = (sequence.first_block + held.size) * self.pool.block_size
         copies = num_computed % self.pool.block_size != 0 and self._is_read_by_others(held[-1:])
         missing = self._count_wanted(sequence) - held.size + copies
@@ -87,19 +88,21 @@ class KVMemory:
                 self._release_state(sequence)
                 sequence.first_block = 0
             return None
-        added = cache.allocate(missing)
         if copies:  # it is about to write to a block that others read
-            self._plan_copies().on_device.append(np.stack((held[-1:], added[:1])))
+            own, missing = cache.allocate(1), missing - 1
+            self._plan_copies().on_device.append(np.stack((held[-1:], own)))
             cache.release(sequence, held[-1:], 0)
-            held = held[:-1]
-        self._holders.pop(sequence.id, None)
-        sequence.blocks, sequence.num_computed = NO_BLOCKS, num_computed
-        return np.concatenate((held, added))
+            held = np.concatenate((held[:-1], own))
+        sequence.num_computed = num_computed
+        if not is_new:
+            self._holders.pop(sequence.id, None)
+            sequence.blocks = NO_BLOCKS
+        return held, missing
 
     def _count_wanted(self, sequence: Sequence) -> int:
         """The blocks of all tokens of `sequence` from its first block on, as many as a window lets it have."""
-        count = self.pool.blocks_for(sequence.tokens.size) - sequence.first_block
-        return count if self.window is None else min(count, self.window.most_blocks)
+        count = self.pool.blocks_for(sequence.tokens.size)
+        return count if self.window is None else min(count - sequence.first_block, self.window.most_blocks)
 
     def _match(self, sequence: Sequence) -> BlockIds:
         """The blocks of the longest prefix that every group of layers can go on from, of which `sequence.first_block`
@@ -112,19 +115,20 @@ class KVMemory:
             sequence.state = self.states.share_at(held[-1])
         return held
 
-    def _restore(self, sequence: Sequence, spare: int) -> BlockIds | None:
+    def _restore(self, sequence: Sequence, spare: int) -> tuple[BlockIds, int] | None:
         """`enter` of a sequence that was swapped out."""
         count, cache, states = self._count_wanted(sequence), self.cache, self.states
         if count + spare > cache.num_available or (states is not None and states.num_available == 0):
             return None
-        blocks, host = cache.allocate(count), sequence.host_blocks
-        self._plan_copies().swap_ins.append(np.stack((host, blocks[: host.size])))
+        host = sequence.host_blocks
+        blocks = cache.allocate(host.size)
+        self._plan_copies().swap_ins.append(np.stack((host, blocks)))
         if states is not None:
             sequence.state = states.allocate()
             pair = np.array([[sequence.host_state], [sequence.state]], dtype=np.int32)
             self._plan_copies().state_swap_ins.append(pair)
         sequence.host_blocks, sequence.host_state = NO_BLOCKS, NO_STATE
-        return blocks
+        return blocks, count - host.size
 
     def _is_read_by_others(self, block: BlockIds) -> bool:
         """Whether another sequence, or the prefix cache for a later one, needs the content of `block` [1]."""
@@ -215,12 +219,13 @@ class KVMemory:
         self._plan_copies().swap_outs.append(np.stack((blocks[:count], sequence.host_blocks)))
         return True
 
-    def insert(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
-        """`PrefixCache.insert`, and keep the row's checkpoint with its block."""
-        blocks = self.cache.insert(sequence, blocks, num_computed)
+    def insert_each(self, rows: list[int], computed: list[Computed]) -> list[BlockIds]:
+        """`PrefixCache.insert_each` for those in `rows` [n], whose checkpoints are kept with their blocks."""
+        inserted = self.cache.insert_each(computed)
         if self.states is not None:
-            self.states.attach(row, blocks)
-        return blocks
+            for row, blocks in zip(rows, inserted, strict=True):
+                self.states.attach(row, blocks)
+        return inserted
 
     def release(self, row: int, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         """What `sequence` had in `row`, which it has left, is kept for later prefixes as far as its first
@@ -228,7 +233,7 @@ class KVMemory:
         """
         self.release_each([row], [(sequence, blocks, num_computed)])
 
-    def release_each(self, rows: list[int], left: list[Left]) -> None:
+    def release_each(self, rows: list[int], left: list[Computed]) -> None:
         """`release` of those who have `left` their `rows` [n]."""
         if self.states is None:
             self.cache.release_each(left)
@@ -237,10 +242,10 @@ class KVMemory:
                     is_kept = sequence.host_blocks.size > 0
                     sequence.first_block = int(self.window.count_passed(sequence.num_computed)) if is_kept else 0
             return
-        for row, (sequence, blocks, num_computed) in zip(rows, left, strict=True):
-            blocks = self.insert(row, sequence, blocks, num_computed)
+        for row, one in zip(rows, left, strict=True):
+            blocks = self.insert_each([row], [one])[0]
             self.states.leave(row)
-            self.cache.release(sequence, blocks, 0)
+            self.cache.release(one[0], blocks, 0)
 
     def give_up(self, *, but: Sequence | None = None) -> Sequence | None:
         """Take back what the last in the order of the waiting sequences holds on the device; returns that sequence,
@@ -253,6 +258,16 @@ class KVMemory:
         self.drop(last)
         self.cache.prepare(last)  # it will look for its tokens like a newcomer
         return last
+
+    def drop_from_host(self, sequences: Iterable[Sequence], blocks: BlockIds) -> int:
+        """Drops what those of `sequences` hold that hold any of the host's `blocks` [n], which were never written.
+        Returns how many did.
+        """
+        holding = [one for one in sequences if one.host_blocks.size and np.isin(one.host_blocks, blocks).any()]
+        for one in holding:
+            self.drop(one)
+            self.cache.prepare(one)  # it will look for its tokens like a newcomer
+        return len(holding)
 
     def drop(self, sequence: Sequence) -> None:
         """The waiting `sequence` holds nothing any more."""

@@ -8,36 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from tsched.scheduling.admission import Admission
 from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.kv_memory import NO_COPIES, Copies, KVMemory
 from tsched.scheduling.policies.base import Preemption
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.state_slots import StateSlots
-from tsched.scheduling.step_plan import NO_PAIRS, NO_ROWS, StateStep, StepPlan
+from tsched.scheduling.step_plan import NO_PAIRS, NO_ROWS, Counters, StateStep, StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 
 _NOTHING: list[Any] = []  # shared by the plans without prefills
 
 
-@dataclass(slots=True)
-class Counters:
-    """Plain sums since the scheduler was made."""
-
-    num_steps: int = 0
-    num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
-    num_forks: int = 0
-    num_given_up: int = 0  # waiting sequences whose blocks were taken back
-    num_swapped_out: int = 0  # blocks
-    num_swapped_in: int = 0  # blocks
-    num_copied: int = 0  # blocks, on write
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class UnderWay:
     """A plan, and what its commit needs besides: (row, epoch, end) of its prefills, and its copies."""
 
@@ -65,6 +49,7 @@ class Planner:
         self._window = memory.window
         self._waiting = waiting
         self._budget = budget
+        self._admission = Admission(table, memory, waiting, budget, counters)
         self._preemption = preemption
         self._counters = counters
         # What the next plan names: rows that are wholly new, rows with other blocks in the middle.
@@ -72,19 +57,19 @@ class Planner:
         self._rewritten: list[int] = []
         # (row, epoch) of rows that were forked since they last wrote: others may refer to the block they write to next.
         self._forked: list[tuple[int, int]] = []
-        # Who was not admitted for want of room, and how many blocks (past those kept back to grow into) and states
-        # there were then.
-        self._blocked: tuple[Sequence, int, int] | None = None
         # Without chunked prefill: whole prompts took the tokens of running rows in the last plan, which go first now.
         self._left_out = False
-        # The last plan, where every running row got a token by it and nothing has changed since but that: as if all
-        # of its rows had been decodes.
+        # The last plan, where every running row got a token by it and nothing has changed since but that.
         self._repeatable: StepPlan | None = None
 
     @property
     def repeatable(self) -> StepPlan | None:
-        """The last plan, where the next one may be the same one token on."""
-        return self._repeatable
+        """The last plan, as if it had only decoded, where the next one may be the same one token on."""
+        last = self._repeatable
+        if last is None or last.num_decodes == last.rows.size:
+            return last
+        ones = np.ones(last.rows.size, dtype=np.int64)
+        return replace(last, starts=last.ends - 1, counts=ones, num_decodes=ones.size, num_tokens=ones.size)
 
     def go_on_from(self, plan: StepPlan) -> None:
         """`plan` has been carried out after `repeatable`, and is repeatable itself."""
@@ -94,35 +79,42 @@ class Planner:
         """The next plan; `is_late` where another one is under way, whose tokens are not known yet."""
         under_way = self._repeat(is_late)
         if under_way is not None:
-            self._repeatable = self._as_decodes(under_way.plan)
+            self._repeatable = under_way.plan
             return under_way
         decodes_first = self._left_out
         under_way = self._make(is_late)
         # Where decodes went first, who waits was not asked whether the whole step's tokens would do.
         is_turn = decodes_first and len(self._waiting) > 0
-        self._repeatable = None if is_turn else self._as_decodes(under_way.plan)
+        self._repeatable = under_way.plan if self._is_repeatable(under_way.plan) and not is_turn else None
         return under_way
 
     def disturb(self) -> None:
         """Somebody came or went, or blocks changed hands: the next plan is not the last one again."""
         self._repeatable = None
 
-    def note_forked(self, row: int) -> None:
-        """Others may refer to the block to which `row` writes next."""
-        self._forked.append((row, int(self._table.epoch[row])))
-        self._repeatable = None
+    def share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        """The waiting `child`, which begins with `parent`'s tokens, holds the blocks of those that are computed."""
+        table, row, most = self._table, parent.row, child.tokens.size - 1
+        if row >= 0:
+            # What a plan under way computes is there before any later plan reads it.
+            num_computed = min(int(table.computed[row]), most)
+            blocks = table.blocks[row, parent.first_block : table.num_blocks[row]]
+            self._memory.share_row(child, row, parent.first_block, blocks, num_computed)
+            self._forked.append((row, int(table.epoch[row])))
+            self._repeatable = None
+        else:
+            self._memory.share_waiting(child, parent, most)
 
     def note_replaced(self, row: int) -> None:
         """A token of `row` is another one now."""
         self._placed.append(row)
         self._repeatable = None
 
-    def note_inserted(self, row: int, *, is_rewritten: bool) -> None:
-        """Blocks of `row` have become matchable; `is_rewritten`: some of them were exchanged for equal ones."""
-        self._blocked = None
-        if is_rewritten:
-            self._rewritten.append(row)
-        if is_rewritten or len(self._waiting):
+    def note_inserted(self, rewritten: list[int]) -> None:
+        """Blocks have become matchable; some of the rows `rewritten` were exchanged for equal ones."""
+        self._admission.note_inserted()
+        self._rewritten += rewritten
+        if rewritten or len(self._waiting):
             self._repeatable = None
 
     def leave(self, row: int) -> tuple[Sequence, BlockIds]:
@@ -145,12 +137,14 @@ class Planner:
         if num_preempted == 0 and len(self._waiting):
             if prompts_first:
                 left = room = self._budget.num_tokens
-            new_rows, new_counts = self._admit(left, room)
-            if new_rows.size:
+            new_rows, new_counts = self._admission.admit(rows, left, room)
+            if new_rows:
                 if prompts_first:
-                    wanted, counts = counts, self._budget.after_prompts(counts, int(new_counts.sum()))
+                    wanted, counts = counts, self._budget.after_prompts(counts, sum(new_counts))
                     self._left_out = bool(np.count_nonzero(counts < wanted))
-                rows, counts = np.concatenate((rows, new_rows)), np.concatenate((counts, new_counts))
+                new = np.array(new_rows, dtype=np.int64)
+                self._start_running(new)
+                rows, counts = np.concatenate((rows, new)), np.concatenate((counts, new_counts))
         return self._plan(rows, counts, grown, num_preempted)
 
     def _advance_running(self, is_late: bool) -> tuple[Ints, int, int, Ints]:
@@ -250,60 +244,6 @@ class Planner:
         self._waiting.add(sequence)
         self._counters.num_preemptions += 1
 
-    def _admit(self, left: int, room: int) -> tuple[Ints, Ints]:
-        """Admit from the queue while rows, blocks, `left` tokens and `room` for prefill tokens last; returns their
-        rows and counts, [a] each.
-        """
-        table, budget = self._table, self._budget
-        rows: list[int] = []
-        counts: list[int] = []
-        spared = self._count_spared(self.running)
-        while left > 0 and table.num_free_rows:
-            sequence = self._waiting.head()
-            if sequence is None:
-                break
-            wanted = sequence.tokens.size - sequence.num_computed
-            if wanted > 1 and (room < 1 or (wanted > room and not budget.chunked)):
-                break
-            blocks = self._blocks_for(sequence, self.running.size + len(rows), spared)
-            if blocks is None:
-                break
-            self._waiting.remove(sequence)
-            if sequence.num_cached is None:
-                sequence.num_cached = sequence.num_computed
-            rows.append(table.place(sequence, blocks, sequence.num_computed))
-            wanted, grows = self._enter_row(rows[-1], sequence)
-            spared += grows
-            counts.append(1 if wanted == 1 else min(wanted, budget.chunk, room))
-            left -= counts[-1]
-            room = min(left, room if wanted == 1 else room - counts[-1])
-        if not rows:
-            return NO_ROWS, NO_ROWS
-        new = np.array(rows, dtype=np.int64)
-        self._start_running(new)
-        return new, np.array(counts, dtype=np.int64)
-
-    def _enter_row(self, row: int, sequence: Sequence) -> tuple[int, int]:
-        """The tokens that `sequence`, which was just placed in `row`, may compute at once; the blocks that newcomers
-        after it leave to it.
-        """
-        table, window, wanted = self._table, self._window, sequence.tokens.size - sequence.num_computed
-        if self._states is not None:
-            self._states.place(row, sequence)
-            if self._budget.chunked:
-                wanted = int(self._states.cut_at_checkpoints(row, sequence.num_computed, wanted))
-        if window is None:
-            return wanted, bool(table.can_grow(row))
-        # Its blocks may be for a part of its tokens alone.
-        wanted = min(wanted, int(table.capacity[row]) - sequence.num_computed)
-        return wanted, window.count_spared(table, np.array([row]))
-
-    def _count_spared(self, rows: Ints) -> int:
-        """Blocks that newcomers leave to the running `rows` [n]: one for each that may need one more."""
-        if self._window is not None:
-            return self._window.count_spared(self._table, rows)
-        return int(np.count_nonzero(self._table.can_grow(rows)))
-
     def _start_running(self, new: Ints) -> None:
         """The rows `new` [a], a >= 1, run from now on, each at its place in the order."""
         table = self._table
@@ -313,29 +253,6 @@ class Planner:
         if np.count_nonzero(key[1:] <= key[:-1]):
             running = running[np.lexsort((table.serial[running], table.key[running]))]
         self.running = running
-
-    def _blocks_for(self, sequence: Sequence, num_running: int, num_spared: int) -> BlockIds | None:
-        """Blocks for all tokens of `sequence`, or as many as a window lets it have; None where there are not enough of
-        them beside the `num_spared` that are kept back for the running sequences, or else the newcomer would be
-        preempted at once.
-        """
-        memory = self._memory
-        spared, num_states = memory.cache.num_available - num_spared, 0
-        if self._states is not None:
-            num_states = self._states.num_available
-        if num_running and self._blocked is not None and self._blocked[0] is sequence:
-            _, spared_then, num_states_then = self._blocked
-            if spared <= spared_then and num_states <= num_states_then:
-                return None
-        while (blocks := memory.enter(sequence, num_spared)) is None:
-            if num_running:
-                self._blocked = (sequence, spared, num_states)
-                return None
-            if memory.give_up(but=sequence) is None and memory.give_up() is None:
-                raise RuntimeError("a sequence found too few blocks in an idle pool: the pool's accounts are wrong")
-            self._counters.num_given_up += 1
-        self._blocked = None
-        return blocks
 
     def _plan(self, rows: Ints, counts: Ints, grown: Ints, num_preempted: int) -> UnderWay:
         """The plan in which `rows` advance by `counts`, decode rows first, and the table's accounts of it."""
@@ -388,19 +305,13 @@ class Planner:
         filling = zip(filled.tolist(), table.epoch[filled].tolist(), table.computed[filled].tolist(), strict=True)
         return UnderWay(plan, list(filling), copies)
 
-    def _as_decodes(self, plan: StepPlan) -> StepPlan | None:
-        """`plan` as if it had only decoded, where every running row got a token by it and so comes next with one; None
-        where that may not be what comes next.
-        """
+    def _is_repeatable(self, plan: StepPlan) -> bool:
+        """Whether every running row got a token by `plan`, and so comes next with one."""
         count = self.running.size
         if plan.sampled.size < count or plan.num_preempted:
-            return None
-        if plan.num_decodes == count:
-            return plan
-        if len(self._waiting):  # perhaps for tokens, of which decodes leave more
-            return None
-        ones = np.ones(count, dtype=np.int64)
-        return replace(plan, starts=plan.ends - 1, counts=ones, num_decodes=count, num_tokens=count)
+            return False
+        # Who waits may do so for tokens, of which decodes leave more.
+        return plan.num_decodes == count or len(self._waiting) == 0
 
     def _repeat(self, is_late: bool) -> UnderWay | None:
         """The last plan one token on, or None where that is not what comes next.
@@ -425,10 +336,10 @@ class Planner:
         plan = StepPlan(
             rows=rows,
             starts=starts,
-            counts=last.counts,
+            counts=last.counts if last.num_decodes == rows.size else np.ones(rows.size, dtype=np.int64),
             ends=ends,
-            num_decodes=last.num_decodes,
-            num_tokens=last.num_tokens,
+            num_decodes=rows.size,
+            num_tokens=rows.size,
             sampled=last.sampled,
             sampled_rows=last.sampled_rows,
             sampled_epochs=last.sampled_epochs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,6 +51,11 @@ def find_max_length(
 
 def as_token_ids(prompt: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
     """`prompt` [n] as int64; RefusedError where it is anything else than one list of integers."""
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], bool):
+        try:  # a third of the time that numpy takes to find out what the list is
+            return np.frombuffer(struct.pack(f"{len(prompt)}q", *prompt), np.int64)
+        except struct.error:
+            pass  # numpy says what it is
     found = np.asarray(prompt) if len(prompt) else np.empty(0, dtype=np.int64)
     is_wide = found.dtype == np.uint64 and bool((found >> 63).any())
     if found.ndim != 1 or found.dtype.kind not in "iu" or is_wide:

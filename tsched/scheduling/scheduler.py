@@ -14,24 +14,24 @@ from collections import deque
 from collections.abc import Sequence as Items
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentError, RefusedError
 from tsched.requests.prompts import check_priority
 from tsched.requests.sampling_params import SamplingParams
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.block_pool import BlockPool
+from tsched.scheduling.departures import Departures
 from tsched.scheduling.fast_forward import count_quiet_steps, skip_steps
 from tsched.scheduling.kv_memory import NO_COPIES, KVMemory
-from tsched.scheduling.planner import Counters, Planner, UnderWay
+from tsched.scheduling.planner import Planner, UnderWay
 from tsched.scheduling.policies import ORDERS, PREEMPTIONS, make_prefix_cache
-from tsched.scheduling.policies.base import CacheStats
+from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.refusal import as_token_ids, find_max_length
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 from tsched.scheduling.sibling_groups import SiblingGroups
 from tsched.scheduling.state_slots import StateSlots
-from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.step_plan import Counters, StepPlan
 from tsched.scheduling.token_budget import TokenBudget
 from tsched.scheduling.waiting_queue import WaitingQueue
 from tsched.scheduling.window import Window
@@ -47,7 +47,7 @@ class Scheduler:
         eos_token_ids: End a sequence unless its parameters say ignore_eos.
 
     Raises:
-        ValueError: The options do not go together, or too few blocks or states serve nobody.
+        ArgumentError: The options do not go together, or too few blocks or states serve nobody.
     """
 
     def __init__(self, resolved: ResolvedOptions, eos_token_ids: tuple[int, ...] = ()) -> None:
@@ -67,7 +67,7 @@ class Scheduler:
         self.window: Window | None = None
         if resolved.window is not None:
             if resolved.num_states:
-                raise ValueError("beside states all blocks are kept: window must be None where there are num_states")
+                raise ArgumentError("beside states all blocks are kept: window must be None where there are num_states")
             self.window = Window.of(resolved.window, self.pool, chunk=budget.chunk, chunked=budget.chunked)
         self._cache = make_prefix_cache(options.prefix_cache, self.pool, self.window)
         self.states: StateSlots | None = None
@@ -80,7 +80,10 @@ class Scheduler:
         preemption = PREEMPTIONS[options.preemption]()
         self._planner = Planner(self.table, self._memory, self._waiting, budget, preemption, self.counters)
         self._groups = SiblingGroups()
-        self._unfinished: dict[int, Sequence] = {}
+        self._departures = Departures(
+            self.table, self._memory, self._planner, self._waiting, self._groups, self.counters, eos_token_ids
+        )
+        self._unfinished = self._departures.unfinished
         self._in_flight: deque[UnderWay] = deque()
         self._num_arrived = 0
         self._num_created = 0
@@ -108,11 +111,7 @@ class Scheduler:
 
     def last_page_waste(self) -> float:
         """Of the slots lent to running sequences, the fraction past their known tokens."""
-        rows = self._planner.running
-        capacity, known = self.table.capacity[rows], self.table.known[rows]
-        given_back = self.table.first_block[rows] * self.pool.block_size
-        lent = int((capacity - given_back).sum())
-        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
+        return self.table.last_page_waste(self._planner.running)
 
     def add(
         self,
@@ -144,23 +143,24 @@ class Scheduler:
         """Queue n sequences of one prompt, which is computed once: the first one's blocks are forked to the others
         when it has been. Any of them may be aborted at any moment. Raises what `add` raises.
         """
-        if len(sequence_ids) != len(params) or len(sequence_ids) < 1 or len(set(sequence_ids)) < len(sequence_ids):
-            raise ValueError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
+        if not 1 <= len(set(sequence_ids)) == len(sequence_ids) == len(params):
+            raise ArgumentError(f"a group is distinct ids and as many parameters, got {sequence_ids} and {len(params)}")
         self._require_new(sequence_ids)
         priority, tokens = check_priority(priority), as_token_ids(prompt)
-        lengths = [find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window) for one in params]
-        group = [
-            Sequence.create(i, tokens, one, length, priority=priority, cache_salt=cache_salt)
-            for i, one, length in zip(sequence_ids, params, lengths, strict=True)
-        ]
+        group = []
+        for i, one in zip(sequence_ids, params, strict=True):
+            length = find_max_length(tokens.size, one, self.pool, self.max_model_len, self.window)
+            group.append(Sequence(i, tokens, one, length, priority=priority, cache_salt=cache_salt))
         for sequence in group:
             self._enlist(sequence, self._num_arrived)
         self._num_arrived += 1
-        self._cache.prepare(group[0])
-        for follower in group[1:]:
-            self._cache.adopt(follower, group[0])
-        self._waiting.add(group[0])
-        self._groups.form(group[0], group[1:])
+        leader = group[0]
+        self._cache.prepare(leader)
+        self._waiting.add(leader)
+        if len(group) > 1:
+            for follower in group[1:]:
+                self._cache.adopt(follower, leader)
+            self._groups.form(leader, group[1:])
         return group
 
     def fork(self, sequence_id: int, new_id: int, params: SamplingParams, *, num_tokens: int | None = None) -> Sequence:
@@ -168,23 +168,23 @@ class Scheduler:
         one, whose blocks it shares and whose place in the order it has.
 
         It computes its last token itself, so that its logits come from a row like any other. max_tokens counts from
-        the end of the parent's prompt. ValueError where there is no such sequence or no such number of tokens;
+        the end of the parent's prompt. ArgumentError where there is no such sequence or no such number of tokens;
         RefusedError where the fork could never run to its end, or has reached it.
         """
         parent = self._unfinished.get(sequence_id)
         if parent is None:
-            raise ValueError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
+            raise ArgumentError(f"no sequence {sequence_id} is unfinished: there is nothing to fork")
         self._require_new([new_id])
         table, row = self.table, parent.row
         tokens = parent.tokens if row < 0 else table.tokens[row, : table.known[row]]
         count = tokens.size if num_tokens is None else num_tokens
         if not 1 <= count <= tokens.size:
-            raise ValueError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
+            raise ArgumentError(f"sequence {sequence_id} has {tokens.size} tokens, a fork of {count} was asked for")
         prompt_len = min(parent.prompt_len, count)
         max_length = find_max_length(prompt_len, params, self.pool, self.max_model_len, self.window)
         if count >= max_length:
             raise RefusedError(f"a fork of {count} tokens has reached its end already: {max_length} tokens at most")
-        child = Sequence.create(
+        child = Sequence(
             new_id,
             tokens[:count],
             params,
@@ -195,7 +195,7 @@ class Scheduler:
         )
         self._enlist(child, parent.arrival)
         self._cache.adopt(child, parent)
-        self._share_blocks(parent, child)
+        self._planner.share_blocks(parent, child)
         self._waiting.add(child)
         self.counters.num_forks += 1
         return child
@@ -203,17 +203,17 @@ class Scheduler:
     def replace_last(self, sequence_id: int, token: int) -> None:
         """Put `token` in the place of the last output token of an unfinished sequence, which no plan has run yet.
 
-        RuntimeError where a plan is under way, ValueError where there is no such sequence or token.
+        RuntimeError where a plan is under way, ArgumentError where there is no such sequence or token.
         """
         if self._in_flight:
             raise RuntimeError("a plan is under way: the last token may be running already")
         sequence = self._unfinished.get(sequence_id)
         if sequence is None:
-            raise ValueError(f"no sequence {sequence_id} is unfinished")
+            raise ArgumentError(f"no sequence {sequence_id} is unfinished")
         row = sequence.row
         last = (int(self.table.known[row]) if row >= 0 else sequence.tokens.size) - 1
         if last < sequence.prompt_len:
-            raise ValueError(f"sequence {sequence_id} has no output token yet")
+            raise ArgumentError(f"sequence {sequence_id} has no output token yet")
         sequence.num_frozen = min(sequence.num_frozen, last)
         if last < sequence.tokens.size:  # what the prefix cache has seen of it
             sequence.tokens[last] = token
@@ -255,7 +255,7 @@ class Scheduler:
             raise RuntimeError("plans are committed once each, in the order in which they were made")
         rows = plan.sampled_rows
         if tokens.shape != rows.shape:
-            raise ValueError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
+            raise ArgumentError(f"the plan samples {rows.size} tokens, got an array of shape {tokens.shape}")
         under_way = self._in_flight.popleft()
         table, places = self.table, plan.lengths
         if table.num_departures != plan.num_departures:
@@ -271,19 +271,14 @@ class Scheduler:
             self._commit_prefills(under_way.prefills)
         if self.window is not None:
             self._release_passed(under_way.prefills, rows, places)
-        ended = lengths >= table.max_length[rows]
-        stopped = self._find_stopped(rows, tokens, lengths)
-        if stopped is not None:
-            ended |= stopped
-        if np.count_nonzero(ended) == 0:
-            return []
-        return self._finish_ended(rows, tokens, np.flatnonzero(ended).tolist(), stopped)
+        return self._departures.end_stopped(rows, tokens, lengths)
 
     def lose(self, plan: StepPlan) -> list[Sequence]:
         """End the sequences of `plan`, the oldest under way, whose outcome is lost, with the reason "error".
 
-        Those that have stopped or given way since are left alone. What waiting sequences hold is given up: forks hold
-        blocks that the plan was to write. Returns the sequences that ended.
+        None of its copies and writes need have been made. Those of its sequences that have stopped or given way since
+        are left alone. What waiting sequences hold is given up where the plan was to write it: forks hold blocks of its
+        rows, and sequences that it swapped out blocks of the host. Returns the sequences that ended.
         """
         if not self._in_flight or self._in_flight[0].plan is not plan:
             raise RuntimeError("plans are lost in the order in which they were made")
@@ -291,10 +286,11 @@ class Scheduler:
         self._memory.free_restored(under_way.copies)
         while self._memory.give_up() is not None:
             self.counters.num_given_up += 1
+        self.counters.num_given_up += self._memory.drop_from_host(self._unfinished.values(), plan.swap_outs[1])
         table = self.table
         planned = dict(zip(plan.sampled_rows.tolist(), plan.sampled_epochs.tolist(), strict=True))
         planned |= {row: epoch for row, epoch, _ in under_way.prefills}
-        return self._finish_rows({row: "error" for row, epoch in planned.items() if table.epoch[row] == epoch})
+        return self._departures.end_rows({row: "error" for row, epoch in planned.items() if table.epoch[row] == epoch})
 
     def quiet_steps(self, most: int) -> int:
         """How many of the next steps, `most` at most, only repeat the last one with the next tokens, if nobody comes or
@@ -317,7 +313,7 @@ class Scheduler:
         if last is None or count < 1 or self.quiet_steps(count) < count:
             raise RuntimeError(f"the next {count} steps do not all repeat the last one")
         if tokens.shape != last.rows.shape:
-            raise ValueError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
+            raise ArgumentError(f"{last.rows.size} rows are running, got tokens of shape {tokens.shape}")
         plan, taken = skip_steps(last, self.table, self._cache, count, tokens)
         self._planner.go_on_from(plan)
         counters, num_tokens = self.counters, count * last.rows.size
@@ -331,14 +327,7 @@ class Scheduler:
         unfinished.
         """
         sequence = self._unfinished.get(sequence_id)
-        if sequence is None:
-            return None
-        if sequence.row >= 0:
-            return self._finish_rows({sequence.row: reason})[0]
-        if not self._groups.remove(sequence):
-            self._waiting.remove(sequence)
-            self._memory.drop(sequence)
-        return self._mark_finished(sequence, reason)
+        return None if sequence is None else self._departures.end(sequence, reason)
 
     def abort(self, sequence_id: int) -> Sequence | None:
         """`finish` with the reason "abort"."""
@@ -355,7 +344,7 @@ class Scheduler:
     def _require_new(self, sequence_ids: Items[int]) -> None:
         for sequence_id in sequence_ids:
             if sequence_id in self._unfinished:
-                raise ValueError(f"a sequence {sequence_id} is already here")
+                raise ArgumentError(f"a sequence {sequence_id} is already here")
 
     def _enlist(self, sequence: Sequence, arrival: int) -> None:
         sequence.arrival, sequence.serial = arrival, self._num_created
@@ -364,21 +353,10 @@ class Scheduler:
         self._unfinished[sequence.id] = sequence
         self._planner.disturb()
 
-    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
-        """The waiting `child`, which begins with `parent`'s tokens, holds the blocks of those that are computed."""
-        table, row, most = self.table, parent.row, child.tokens.size - 1
-        if row >= 0:
-            # What a plan under way computes is there before any later plan reads it.
-            num_computed = min(int(table.computed[row]), most)
-            blocks = table.blocks[row, parent.first_block : table.num_blocks[row]]
-            self._memory.share_row(child, row, parent.first_block, blocks, num_computed)
-            self._planner.note_forked(row)
-        else:
-            self._memory.share_waiting(child, parent, most)
-
     def _commit_prefills(self, prefills: list[tuple[int, int, int]]) -> None:
         """(row, epoch, end): the row's first `end` tokens are computed now, if the row is still the same one's."""
         table, block_size = self.table, self.pool.block_size
+        rows, computed, led = [], [], []
         for row, epoch, end in prefills:
             sequence = table.sequences[row]
             if sequence is None or table.epoch[row] != epoch:
@@ -386,16 +364,28 @@ class Scheduler:
             table.prefilled[row] = end
             own = table.blocks[row, sequence.first_block : end // block_size]
             if own.size:
-                given = own.copy()
-                blocks = self._memory.insert(row, sequence, given, end)
-                if blocks is not given:
-                    own[:] = blocks
-                self._planner.note_inserted(row, is_rewritten=blocks is not given)
+                rows.append(row)
+                computed.append((sequence, own.copy(), end))
             if end >= sequence.prompt_len:
-                for follower in self._groups.disband(sequence.id):
-                    self._share_blocks(sequence, follower)
-                    self._waiting.add(follower)
-                    self.counters.num_forks += 1
+                led.append(sequence)
+        if rows:
+            self._insert(rows, computed)
+        for sequence in led if len(self._groups) else ():
+            for follower in self._groups.disband(sequence.id):
+                self._planner.share_blocks(sequence, follower)
+                self._waiting.add(follower)
+                self.counters.num_forks += 1
+
+    def _insert(self, rows: list[int], computed: list[Computed]) -> None:
+        """The blocks of `rows` [n] are `computed` [n]: they become matchable, or give way to equal ones that are."""
+        rewritten = []
+        for row, (sequence, given, _), blocks in zip(
+            rows, computed, self._memory.insert_each(rows, computed), strict=True
+        ):
+            if blocks is not given:
+                self.table.blocks[row, sequence.first_block : sequence.first_block + blocks.size] = blocks
+                rewritten.append(row)
+        self._planner.note_inserted(rewritten)
 
     def _release_passed(self, prefills: list[tuple[int, int, int]], rows: Ints, ends: Ints) -> None:
         """Give back the blocks that nobody sees any more once the plan with these `prefills` and sampled `rows` [m],
@@ -415,63 +405,3 @@ class Scheduler:
             self._cache.release(sequence, table.take_before(row, int(count)), 0)
             if len(self._waiting):  # it may be admitted now
                 self._planner.disturb()
-
-    def _find_stopped(self, rows: Ints, tokens: Ints, lengths: Ints) -> NDArray[np.bool_] | None:
-        """[m] bool, which of `rows` were ended by their new token; None where none was."""
-        table = self.table
-        stopped: NDArray[np.bool_] | None = None
-        for eos in self._eos_token_ids:
-            is_eos = tokens == eos
-            if np.count_nonzero(is_eos):
-                stopped = is_eos if stopped is None else stopped | is_eos
-        if stopped is not None:
-            stopped &= ~table.ignore_eos[rows]
-        if table.num_with_stop_ids:
-            stopped = np.zeros(rows.size, dtype=np.bool_) if stopped is None else stopped
-            for i in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-                sequence = table.sequences[int(rows[i])]
-                stopped[i] |= sequence is not None and int(tokens[i]) in sequence.stop_ids
-        return None if stopped is None else stopped & (lengths > table.min_length[rows])
-
-    def _finish_ended(
-        self, rows: Ints, tokens: Ints, ends: list[int], stopped: NDArray[np.bool_] | None
-    ) -> list[Sequence]:
-        """End the sequences in rows[i] for i in `ends`, by their new tokens where they are `stopped` [m]."""
-        if stopped is None:
-            return self._finish_rows({int(rows[i]): "length" for i in ends})
-        finished = self._finish_rows({int(rows[i]): "stop" if stopped[i] else "length" for i in ends})
-        for sequence, i in zip(finished, ends, strict=True):
-            if stopped[i]:
-                self._note_stop(sequence, int(tokens[i]))
-        return finished
-
-    def _note_stop(self, sequence: Sequence, token: int) -> None:
-        """`token` has ended a sequence; one of the model's ends of sequence comes before its stop ids."""
-        sequence.ended_by_token = True
-        is_eos = token in self._eos_token_ids and not sequence.params.ignore_eos
-        sequence.stop_id = None if is_eos else token
-
-    def _finish_rows(self, reasons: dict[int, str]) -> list[Sequence]:
-        """End the sequences in the rows that `reasons` has, in its order."""
-        table = self.table
-        rows, left = list(reasons), []
-        self._planner.stop_running(rows)
-        for row in rows:
-            num_committed = table.num_committed(row)
-            left.append((*table.remove(row), num_committed))
-        self._memory.release_each(rows, left)
-        return [self._mark_finished(sequence, reasons[row]) for row, (sequence, _, _) in zip(rows, left, strict=True)]
-
-    def _mark_finished(self, sequence: Sequence, reason: str) -> Sequence:
-        del self._unfinished[sequence.id]
-        heirs = self._groups.disband(sequence.id)
-        if heirs:  # it led a group, whose prompt another one computes now
-            self._groups.form(heirs[0], heirs[1:])
-            self._waiting.add(heirs[0])
-        self._planner.disturb()
-        if sequence.params.max_tokens == 0 and sequence.tokens.size > sequence.prompt_len:
-            self.counters.num_output_tokens -= sequence.tokens.size - sequence.prompt_len
-            sequence.tokens, reason = sequence.tokens[: sequence.prompt_len], "length"
-        sequence.finish_reason = reason
-        self.counters.num_finished += 1
-        return sequence

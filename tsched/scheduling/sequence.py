@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,7 @@ Ints = NDArray[np.int64]
 NO_STATE = -1
 """In the place of a state's slot: there is none."""
 
-_NO_ROOM: Ints = np.empty(0, dtype=np.int64)
 
-
-@dataclass(eq=False, slots=True)
 class Sequence:
     """One request as the scheduler knows it.
 
@@ -28,14 +25,7 @@ class Sequence:
     `Scheduler.output_of` reads them from there. `max_length` bounds prompt and output together.
     """
 
-    id: int
-    prompt_len: int
-    max_length: int
-    params: SamplingParams
-    tokens: Ints  # [prompt + output] int64, as of the last time that the sequence left its row
-    stop_ids: frozenset[int] = field(default_factory=frozenset)
-    priority: int = 0
-    cache_salt: bytes = b""  # only sequences with the same one share cached prefixes
+    # What changes while it lives is here, in the class, until it does: so it costs a newcomer nothing.
     arrival: int = 0  # its request's place in the order of arrival; forks have their parent's
     serial: int = 0  # tells sequences of one arrival apart
     key: int = 0  # its place in the scheduler's order: lower goes first
@@ -48,20 +38,18 @@ class Sequence:
     # Where layers have windows: the place of the first block that it has. Its lists of blocks begin there.
     first_block: int = 0
     # While it waits: the blocks that it holds, on the device or on the host, and how many of its tokens are in them.
-    blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
-    host_blocks: BlockIds = field(default_factory=lambda: NO_BLOCKS)
+    blocks: BlockIds = NO_BLOCKS
+    host_blocks: BlockIds = NO_BLOCKS
     num_computed: int = 0
     # And, where layers keep states, the slots of its state as of num_computed, on the device or on the host.
     state: int = NO_STATE
     host_state: int = NO_STATE
     branch_place: int = NO_STATE  # siblings go on from the first so many tokens, while they follow it
     num_frozen: int = 0  # tokens that `freeze_tokens` has given out
-    _room: Ints = field(default_factory=lambda: _NO_ROOM)  # [max_length] int64: `tokens` and room for more
     prefix: object = None  # what the prefix cache has prepared of its tokens; nobody else's business
 
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         id: int,
         tokens: Items[int] | NDArray[Any],
         params: SamplingParams,
@@ -70,39 +58,35 @@ class Sequence:
         prompt_len: int | None = None,
         priority: int = 0,
         cache_salt: bytes = b"",
-    ) -> Sequence:
+    ) -> None:
         """A new sequence of `tokens` [n] that ends at `max_length` tokens at the latest; all of them are its prompt,
-        or the first `prompt_len`.
+        or the first `prompt_len`. Only sequences with the same `cache_salt` share cached prefixes.
         """
-        room = np.empty(max(max_length, len(tokens)), dtype=np.int64)  # what is never written costs nothing
-        own = room[: len(tokens)]
-        own[:] = tokens
-        return cls(
-            id,
-            own.size if prompt_len is None else prompt_len,
-            max_length,
-            params,
-            own,
-            _room=room,
-            stop_ids=frozenset(params.stop_ids),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
+        count = len(tokens)
+        self._room: Ints = np.empty(max(max_length, count), np.int64)  # what is never written costs nothing
+        self.id = id
+        self.params = params
+        self.tokens = self._room[:count]  # [prompt + output], as of the last time that the sequence left its row
+        self.tokens[:] = tokens
+        self.prompt_len = count if prompt_len is None else prompt_len
+        self.max_length = max_length
+        self.stop_ids = frozenset(params.stop_ids)
+        self.priority = priority
+        self.cache_salt = cache_salt
 
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Among the waiting, lower goes first: swapped ones, then by key, which forks share with their parent."""
         return self.host_blocks.size == 0, self.key, self.serial
 
-    def update_tokens(self, tokens: Ints) -> None:
-        """`tokens` [n] are its tokens now, the first of which are those that it has: the others alone are copied."""
-        have = self.tokens.size
-        room = self._room
+    def update_tokens(self, tokens: Ints, count: int) -> None:
+        """The first `count` of `tokens` are its tokens now, the first of which it has: the others alone are copied."""
+        have, room = self.tokens.size, self._room
         if self.tokens.base is not room:  # somebody has given it others
-            self.tokens = tokens.copy()
+            self.tokens = tokens[:count].copy()
             return
-        room[have : tokens.size] = tokens[have:]
-        self.tokens = room[: tokens.size]
+        room[have:count] = tokens[have:count]
+        self.tokens = room[:count]
 
     def freeze_tokens(self, tokens: Ints) -> Ints:
         """`tokens` [n], the first n known of it, read-only and in its own memory, where nobody else's come to lie: for
@@ -184,9 +168,9 @@ class SequenceTable:
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
-    def place(self, sequence: Sequence, blocks: BlockIds, num_computed: int = 0) -> int:
+    def place(self, sequence: Sequence, blocks: BlockIds) -> int:
         """Give `sequence` a row and its `blocks` [n] int32 from its first one on, which hold what is still needed of
-        its first `num_computed` tokens. Returns the row.
+        its first num_computed tokens. Returns the row.
         """
         row = self._free_rows.pop()
         params, length, first = sequence.params, sequence.tokens.size, sequence.first_block
@@ -197,7 +181,7 @@ class SequenceTable:
         self.max_length[row] = sequence.max_length
         self.min_length[row] = sequence.prompt_len + params.min_tokens
         self.known[row] = self.length[row] = length
-        self.computed[row] = num_computed
+        self.computed[row] = sequence.num_computed
         # Its blocks may be filled by a plan under way, or by this one's copies: nothing counts before a commit.
         self.prefilled[row] = 0
         self.prefill_length[row] = length
@@ -205,11 +189,12 @@ class SequenceTable:
         self.serial[row] = sequence.serial
         if first:
             self.blocks[row, :first] = NO_BLOCK
-        self.first_block[row] = self.num_blocks[row] = first
-        self.extend(row, blocks)
+        end = first + blocks.size
+        self.blocks[row, first:end] = blocks
+        self.first_block[row], self.num_blocks[row], self.capacity[row] = first, end, end * self.block_size
         self.ignore_eos[row] = params.ignore_eos
-        self.has_stop_ids[row] = bool(sequence.stop_ids)
-        self.num_with_stop_ids += bool(sequence.stop_ids)
+        self.has_stop_ids[row] = has_stop_ids = bool(sequence.stop_ids)
+        self.num_with_stop_ids += has_stop_ids
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
@@ -261,6 +246,13 @@ class SequenceTable:
         """Which of `rows` may still need another block; a sequence's last token is never computed."""
         return self.capacity[rows] < self.max_length[rows] - 1
 
+    def last_page_waste(self, rows: Ints) -> float:
+        """Of the slots lent to `rows` [n], the fraction past their known tokens."""
+        capacity, known = self.capacity[rows], self.known[rows]
+        given_back = self.first_block[rows] * self.block_size
+        lent = int((capacity - given_back).sum())
+        return 1.0 - int((np.minimum(known, capacity) - given_back).sum()) / lent if lent else 0.0
+
     def remove(self, row: int) -> tuple[Sequence, BlockIds]:
         """Take the row's sequence out, with the tokens known of it; returns it and its blocks from its first one on,
         which are now the caller's.
@@ -268,7 +260,7 @@ class SequenceTable:
         sequence = self.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
-        sequence.update_tokens(self.tokens[row, : self.known[row]])
+        sequence.update_tokens(self.tokens[row], int(self.known[row]))
         sequence.row = -1
         self.sequences[row] = None
         self.epoch[row] += 1

@@ -37,7 +37,9 @@ class SiblingGroups:
 
     def disband(self, leader_id: int) -> list[Sequence]:
         """The followers of `leader_id`, who are on their own now."""
-        followers = self._followers.pop(leader_id, [])
+        if leader_id not in self._followers:
+            return []
+        followers = self._followers.pop(leader_id)
         for follower in followers:
             del self._leader[follower.id]
         return followers

@@ -12,6 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
+from tsched.requests.errors import ArgumentError
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.sequence import NO_STATE, Ints, Sequence, SequenceTable
 
@@ -33,9 +34,9 @@ class StateSlots:
         self, num_slots: int, num_host_slots: int, interval: int, table: SequenceTable, blocks: BlockPool
     ) -> None:
         if num_slots < 2:
-            raise ValueError(f"num_states must be at least 2, a step reads one and writes another; got {num_slots}")
+            raise ArgumentError(f"num_states must be at least 2, a step reads one and writes another; got {num_slots}")
         if interval < 1:
-            raise ValueError(f"state_interval must be at least 1, got {interval}")
+            raise ArgumentError(f"state_interval must be at least 1, got {interval}")
         self.pool = BlockPool(num_slots, 1)
         self.host_pool = BlockPool(num_host_slots, 1) if num_host_slots else None
         self._table = table

@@ -29,7 +29,7 @@ class StateStep:
     swap_ins: BlockIds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # frozen, it takes 1.3 us more, of the 17 of a step of 256 rows; nobody changes one
 class StepPlan:
     """One step: n rows of the sequence table advance, those by one token (`num_decodes` of them) first.
 
@@ -84,3 +84,20 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return self.num_tokens == 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Plain sums since the scheduler was made."""
+
+    num_steps: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_forks: int = 0
+    num_given_up: int = 0  # waiting sequences whose blocks were taken back
+    num_swapped_out: int = 0  # blocks
+    num_swapped_in: int = 0  # blocks
+    num_copied: int = 0  # blocks, on write

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tsched.requests.errors import ArgumentError
 from tsched.scheduling.sequence import Ints
 
 
@@ -26,13 +27,13 @@ class TokenBudget:
     chunked: bool
 
     def check(self, max_model_len: int) -> None:
-        """ValueError where the options do not go together."""
+        """ArgumentError where the options do not go together."""
         if self.chunked:
             return
         if self.max_chunk_tokens is not None or self.decode_share:
-            raise ValueError("max_chunk_tokens and decode_share divide prompts: they need chunked_prefill")
+            raise ArgumentError("max_chunk_tokens and decode_share divide prompts: they need chunked_prefill")
         if self.num_tokens < max_model_len:
-            raise ValueError(
+            raise ArgumentError(
                 f"without chunked_prefill a step must hold the longest prompt: max_num_batched_tokens must be at "
                 f"least max_model_len, {max_model_len}, got {self.num_tokens}"
             )

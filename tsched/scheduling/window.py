@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tsched.requests.errors import ArgumentError
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.sequence import Ints, SequenceTable
 
@@ -36,7 +37,7 @@ class Window:
         are `chunked`, a step computes them whole.
         """
         if size < 1:
-            raise ValueError(f"window must be None or at least 1, got {size}")
+            raise ArgumentError(f"window must be None or at least 1, got {size}")
         most = pool.blocks_for(size + chunk) + 1
         return cls(
             size,

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from tsched.serving import admin
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
+from tsched.serving.docs_page import docs_headers, render_docs
 from tsched.serving.engine_client import EngineClient
 from tsched.serving.exchange import Exchange
 from tsched.serving.front_end import FrontEnd
@@ -37,17 +38,9 @@ from tsched.serving.protocol.tokenization import (
     TokenizerInfo,
     Tokens,
 )
-from tsched.serving.requests import check_ids, check_model
-from tsched.serving.text import TextCodec, check_text, no_tokenizer
+from tsched.serving.requests import check_ids, check_model, tokenize_request
+from tsched.serving.text import TextCodec, no_tokenizer
 
-_BODIES: tuple[type[BaseModel], ...] = (
-    completions.CompletionRequest,
-    chat.ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    admin.SwapRequest,
-    chat.ChatChunk,
-)
 _STREAM = "text/event-stream"
 _ANY = document_errors([401, 431, 500])
 _BODY_ERRORS = document_errors([400, 404, 408, 413, 415, 429, 503, 504])
@@ -83,15 +76,23 @@ def create_app(
 
     # A redirect would lead to whatever host the request names.
     app = FastAPI(
-        title="tkernels", version=version("tkernels"), lifespan=lifespan, responses=_ANY, redirect_slashes=False
+        title="tkernels",
+        version=version("tkernels"),
+        lifespan=lifespan,
+        responses=_ANY,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's pages fetch scripts from elsewhere
+        redoc_url=None,
     )
     app.state.front_end = front
+    app.state.records = set()  # of bodies that routes read themselves, for the OpenAPI document
     _add_errors(app)
     _add_generation(app, front)
     _add_models(app, front)
     _add_tokenization(app, front)
     _add_health(app, front)
     _add_admin(app, front)
+    _add_docs(app)
     app.add_middleware(Gate, front=front)
     app.openapi = lambda: _describe(app)  # type: ignore[method-assign]
     return app
@@ -140,6 +141,7 @@ def _post(
     schema = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}, "example": example}
     extra = {"requestBody": {"required": True, "content": {"application/json": schema}}}
     content = {} if chunk is None else {_STREAM: _describe_events(chunk)}
+    app.state.records |= {kind, chunk} - {answer, None}
     responses: dict[int | str, dict[str, Any]] = {200: {"model": answer, "content": content}, **_BODY_ERRORS}
     return app.post(path, response_model=None, responses=responses, openapi_extra=extra)
 
@@ -153,17 +155,20 @@ def _describe_events(chunk: type[BaseModel]) -> dict[str, Any]:
 
 
 def _add_generation(app: FastAPI, front: FrontEnd) -> None:
-    def answer(kind: type[GenerationRequest]) -> Callable[[Request], Any]:
+    def answer(kind: type[GenerationRequest], meaning: str) -> Callable[[Request], Any]:
         async def handle(request: Request) -> Response:
             return Exchange(front, kind, request.state.tenant)
 
+        handle.__doc__ = meaning
         handle.__name__ = f"create_{kind.__name__.removesuffix('Request').lower()}"
         return handle
 
     text, talk = completions.CompletionRequest, chat.ChatRequest
     whole = completions.Completion
-    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text))
-    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(answer(talk))
+    _post(app, "/v1/completions", text, whole, completions.EXAMPLE, whole)(answer(text, "Continues prompts."))
+    _post(app, "/v1/chat/completions", talk, chat.ChatCompletion, chat.EXAMPLE, chat.ChatChunk)(
+        answer(talk, "Answers a chat.")
+    )
 
 
 def _add_models(app: FastAPI, front: FrontEnd) -> None:
@@ -171,10 +176,12 @@ def _add_models(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/v1/models", responses=unready)
     async def list_models() -> ModelList:
+        """The served model."""
         return ModelList(data=[ModelCard.describe(front.facts())])
 
     @app.get("/v1/models/{model:path}", responses=unready | document_errors([404]))
     async def show_model(model: str) -> ModelCard:
+        """The served model, by its name."""
         check_model(model, front.facts())
         return ModelCard.describe(front.facts())
 
@@ -188,16 +195,19 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @_post(app, "/tokenize", TokenizeRequest, Tokens, {"prompt": "def main("})
     async def tokenize(request: Request) -> Response:
+        """The tokens of a text, as vLLM has it."""
         asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
-        facts, codec = front.facts(), need_codec("prompt")
+        facts, codec = front.facts(), need_codec("prompt" if asked.messages is None else "messages")
         check_model(asked.model, facts)
-        check_text(asked.prompt, codec, facts.max_model_len, "prompt")
-        special = asked.add_special_tokens is not False
-        ids = await _off_loop(front, lambda: codec.encode(asked.prompt, add_special_tokens=special))
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": facts.max_model_len})
+        asked.check_forms()
+        ids = await _off_loop(front, lambda: tokenize_request(asked, facts, codec, front.chats))
+        names = [codec.token_name(one) for one in ids] if asked.return_token_strs else None
+        tokens = Tokens(tokens=ids, token_strs=names, count=len(ids), max_model_len=facts.max_model_len)
+        return JSONResponse(tokens.model_dump())
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:
+        """The text of tokens, as vLLM has it."""
         asked = parse_request(DetokenizeRequest, await read_body(request.scope, request.receive, front.limits))
         facts, codec = front.facts(), need_codec("tokens")
         check_model(asked.model, facts)
@@ -207,6 +217,7 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/tokenizer_info", responses=document_errors([400, 503]))
     async def show_tokenizer() -> TokenizerInfo:
+        """What is known of the tokenizer, its chat template included."""
         codec = need_codec("model")
         return codec.describe(None if front.template is None else front.template.source)
 
@@ -236,6 +247,7 @@ def _add_health(app: FastAPI, front: FrontEnd) -> None:
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
+        """The version of the server."""
         return {"version": version("tkernels")}
 
     @app.get("/load", responses=document_errors([503]))
@@ -264,6 +276,12 @@ def _add_admin(app: FastAPI, front: FrontEnd) -> None:
         return JSONResponse((await admin.swap_kernels(front.client, asked)).model_dump())
 
 
+def _add_docs(app: FastAPI) -> None:
+    @app.get("/docs", include_in_schema=False)
+    async def show_docs() -> Response:
+        return Response(render_docs(app.openapi()), media_type="text/html", headers=docs_headers())
+
+
 async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:
     return await asyncio.get_running_loop().run_in_executor(front.pool, work)
 
@@ -272,9 +290,20 @@ def _describe(app: FastAPI) -> dict[str, Any]:
     """The OpenAPI document, with the bodies that the routes read themselves."""
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
+        records = sorted(app.state.records, key=lambda kind: str(kind.__name__))
         _, bodies = models_json_schema(
-            [(kind, "validation") for kind in _BODIES], ref_template="#/components/schemas/{model}"
+            [(kind, "validation") for kind in records], ref_template="#/components/schemas/{model}"
         )
         document["components"]["schemas"].update(bodies["$defs"])
+        _drop_fastapis_errors(document)
         app.openapi_schema = document
     return app.openapi_schema
+
+
+def _drop_fastapis_errors(document: dict[str, Any]) -> None:
+    """Takes out the answers of a validation that no request meets: each route checks what it reads, and answers 400."""
+    for methods in document["paths"].values():
+        for route in methods.values():
+            route["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

@@ -97,12 +97,29 @@ def read_keys(file: Path) -> Keys:
         KeyFileError: It cannot be read, or an entry is wrong.
     """
     try:
-        entries = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise KeyFileError(f"{file}: cannot be read: {error}") from error
+        entries = yaml.load(file.read_text(encoding="utf-8"), _OnceLoader)
+    except OSError as error:
+        raise KeyFileError(f"{file}: cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:  # whose own words quote the line, and so a key
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise KeyFileError(f"{file}: {line}not YAML") from None
+    except KeyFileError as error:
+        raise KeyFileError(f"{file}: {error}") from None
+    except (ValueError, RecursionError, yaml.YAMLError):  # of UTF-8 too
+        raise KeyFileError(f"{file}: is no YAML") from None
     if not isinstance(entries, list) or not entries:
         raise KeyFileError(f"{file}: must be a YAML list of {{key: …, tenant: …}}")
     return Keys(_read_entries(file, entries))
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, where PyYAML lets the last one stand."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            raise KeyFileError(f"line {node.start_mark.line + 1}: an entry has a field twice")
+        return mapping
 
 
 def _read_entries(file: Path, entries: Sequence[Any]) -> dict[str, Tenant]:

@@ -6,7 +6,8 @@ dataclasses `dataclasses.asdict` gives it, and the tuples of a `Delta` are its l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -117,6 +118,8 @@ class Delta(NamedTuple):
         num_cached_tokens: Prompt tokens found in the prefix cache; None until known.
         prompt_logprobs: One for each prompt token, None for the first; in one delta, and only if asked for.
         times: In the last delta.
+        at_fault: The field of SamplingParams that is to blame for `error`; None where the engine is.
+        starts_over: Whether what came before is void: another engine serves the request anew.
     """
 
     samples: list[SampleDelta]
@@ -125,6 +128,18 @@ class Delta(NamedTuple):
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenScores | None] | None = None
     times: RequestTimes | None = None
+    at_fault: str | None = None
+    starts_over: bool = False
+
+
+def count_numbers(token_ids: Sequence[int], logprobs: Sequence[Sized] | None) -> int:
+    """Token ids and log-probabilities of a part of a completion, which are nearly all of its memory.
+
+    Args:
+        token_ids: New ones.
+        logprobs: Of each place those of its tokens; None unless asked for.
+    """
+    return len(token_ids) + sum(map(len, logprobs or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +225,8 @@ def read_sampling(sampling: Mapping[str, Any]) -> SamplingParams:
         return SamplingParams(**given)
     except ValueError as error:  # its messages name the field
         message = str(error)
-        raise RequestRefusedError(message, next((name for name in sampling if name in message), None)) from error
+        words = re.findall(r"\w+", message)
+        raise RequestRefusedError(message, next((word for word in words if word in sampling), None)) from error
 
 
 class EngineUnavailableError(TKernelsError, RuntimeError):
@@ -231,7 +247,13 @@ class EngineFailedError(TKernelsError, RuntimeError):
 
 
 class DeltaStream(Protocol):
-    """The deltas of one request, for one consumer. A cancelled consumer aborts the request."""
+    """The deltas of one request, for one consumer. A cancelled consumer aborts the request.
+
+    Attributes:
+        may_start_over: Whether the consumer takes a delta that starts over; False until it says so.
+    """
+
+    may_start_over: bool
 
     def __aiter__(self) -> DeltaStream: ...
 
@@ -243,6 +265,10 @@ class DeltaStream(Protocol):
             RequestRefusedError: The engine cannot take the request.
             EngineFailedError: The engine failed while it served the request.
         """
+
+    @property
+    def num_unread(self) -> int:
+        """Numbers that wait to be taken, see `count_numbers`."""
 
     async def aclose(self) -> None:
         """Aborts the request, unless it has finished, and ends the iteration."""
@@ -262,11 +288,19 @@ class EngineClient(Protocol):
     async def start(self) -> None:
         """Loads the model and returns when it is ready; whatever the loading raises is raised here."""
 
-    def submit(self, request: EngineRequest) -> DeltaStream:
-        """Begins to serve a request.
+    def check_open(self) -> None:
+        """Checks that new requests are to be let in.
 
         Raises:
-            RequestRefusedError: Its sampling parameters are none.
+            EngineUnavailableError: None are now. One that was let in before may be submitted, unless the engine drains.
+            EngineFailedError: The engine failed for good.
+        """
+
+    def submit(self, *requests: EngineRequest) -> Sequence[DeltaStream]:
+        """Begins to serve requests, all before the same step of the engine; while it restarts, they wait for it.
+
+        Raises:
+            RequestRefusedError: The sampling parameters of one are none.
             EngineUnavailableError: No request is taken now.
             EngineFailedError: The engine failed for good.
         """
@@ -291,9 +325,6 @@ class EngineClient(Protocol):
             RequestRefusedError: A choice is unknown, or does not support the model; nothing has changed then.
             EngineUnavailableError: The engine is not ready.
         """
-
-    async def drain(self) -> None:
-        """Takes no more requests and returns when all have ended."""
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the engine, in any state."""

@@ -87,26 +87,38 @@ def make_prompt_scores(places: list[dict[int, Logprob] | None] | None) -> list[T
 
 def make_delta(news: News) -> Delta:
     """What is new in a sample of a request, of a thread that labels no log-probabilities."""
-    scores = None if news.scores is None else [make_scores(place) for place in news.scores]
     prompt_scores: list[TokenScores | None] | None = None
     if news.prompt_scores is not None:
         prompt_scores = [None, *(make_scores(place) for place in news.prompt_scores)]
     return Delta(
-        [SampleDelta(news.index, news.token_ids, news.text, scores, news.finish_reason, news.stop_reason)],
+        [
+            SampleDelta(
+                news.index, news.token_ids, news.text, describe_scores(news), news.finish_reason, news.stop_reason
+            )
+        ],
         news.is_last,
         news.error,
         num_cached_tokens=news.ticket.num_cached_tokens,
         prompt_logprobs=prompt_scores,
         times=make_times(news.metrics) if news.is_last else None,
+        at_fault=news.ticket.at_fault,
     )
+
+
+def describe_scores(news: News) -> list[TokenScores] | None:
+    """The log-probabilities of news; None unless asked for."""
+    return None if news.scores is None else [make_scores(place) for place in news.scores]
 
 
 def make_scores(place: TokenLogprobs) -> TokenScores:
     """The log-probabilities at one place; the chosen token may be one of the most likely too, and stands first."""
     token_ids, logprobs = place.token_ids, place.logprobs
-    if token_ids.count(token_ids[0]) == 1:
+    chosen = token_ids[0]
+    if chosen not in token_ids[1:]:
         return TokenScores(token_ids, logprobs)
-    again = token_ids.index(token_ids[0], 1)
+    again = token_ids.index(chosen, 1)
+    if again == 1:
+        return TokenScores(token_ids[1:], logprobs[1:])
     return TokenScores(token_ids[:again] + token_ids[again + 1 :], logprobs[:again] + logprobs[again + 1 :])
 
 

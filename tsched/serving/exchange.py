@@ -14,6 +14,8 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tsched.requests.errors import RefusedError
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
 from tsched.serving.auth import Tenant
 from tsched.serving.body import ClientGoneError, read_body
@@ -28,10 +30,19 @@ from tsched.serving.front_end import FrontEnd
 from tsched.serving.protocol.errors import ApiError, engine_failure, invalid_value, unavailable
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.sampling import GenerationRequest
-from tsched.serving.requests import check_request, count_asked_outputs, count_completions, make_job, refuse
+from tsched.serving.requests import (
+    check_request,
+    count_asked_outputs,
+    count_completions,
+    count_prompts,
+    make_job,
+    refuse,
+)
 from tsched.serving.responses import Answer, error_frame
 
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
+_LOOK_S = 0.5  # between two looks at what a reader has left unread
+_NUMBER_BYTES = 80  # of memory, of a token id or log-probability that waits
 _JSON = [(b"content-type", b"application/json")]
 _PING = b": ping\n\n"  # a comment, which clients skip: proxies cut a connection that is silent for long
 _STREAM = [
@@ -78,9 +89,9 @@ class Exchange(Response):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_started = False  # the response, so its status is sent
         self._sending_since: float | None = None
+        self._streams: list[DeltaStream] = []
         self._written_at = 0.0
         self._pinging: asyncio.Task[None] | None = None
-        self._is_stream = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._task = asyncio.current_task()
@@ -126,11 +137,13 @@ class Exchange(Response):
         else:
             request = parse_request(self._kind, body)
         sampling = check_request(request, self._front.facts())
-        self._is_stream = bool(request.stream)
+        self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
             ticket = self._admit(request, len(body))
             try:
+                self._end_after("queue", limits.queue_timeout, "no token came in time", "queue_timeout")
+                await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
             finally:
                 ticket.give_back()
@@ -144,11 +157,19 @@ class Exchange(Response):
         admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
         if isinstance(admitted, Refused):
             if admitted.retry_after is None:
-                raise invalid_value(admitted.message, "n" if admitted.reason == "in_flight" else "max_tokens")
+                raise _blame(request, admitted)
             raise ApiError(
                 429, admitted.message, admitted.reason, kind="rate_limit_error", retry_after=admitted.retry_after
             )
         return admitted
+
+    async def _read_form(self, request: GenerationRequest, sampling: dict[str, Any]) -> None:
+        """Reads the form that the output must have, before anything is tokenized; ApiError where it is none."""
+        if "structured_outputs" in sampling:
+            try:
+                await self._front.read_form(StructuredOutputsParams(**sampling["structured_outputs"]))
+            except RefusedError as error:
+                raise refuse(request, error) from None
 
     async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
         front = self._front
@@ -160,10 +181,10 @@ class Exchange(Response):
         self.outcome.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         ticket.count(self.outcome.num_prompt_tokens)
         answer = Answer(job, front.codec)
-        streams: list[DeltaStream] = []
+        streams = self._streams
         try:
-            streams += [front.client.submit(one) for one in job.requests]
-            self._end_after("queue", front.limits.queue_timeout, "no token came in time", "queue_timeout")
+            streams += front.client.submit(*job.requests)
+            self._let_start_over(True)
             await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
         except RequestRefusedError as error:
             raise refuse(request, error) from None
@@ -178,6 +199,9 @@ class Exchange(Response):
     async def _gather(self, answer: Answer, deltas: AsyncIterator[tuple[int, Delta]], ticket: Ticket) -> None:
         choices: list[dict[str, Any]] = []
         async for place, delta in deltas:
+            if delta.starts_over:
+                answer.start_over(place)
+                choices = [one for one in choices if one["index"] // answer.job.n != place]
             self._take_note(place, delta, ticket)
             choices += answer.write_choices(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens
@@ -188,14 +212,22 @@ class Exchange(Response):
         self._written_at = asyncio.get_running_loop().time()
         self._ping_silent()
         async for place, delta in deltas:
+            if delta.starts_over:
+                answer.start_over(place)
             self._take_note(place, delta, ticket)
             chunks = answer.write_chunks(place, delta)
             self.outcome.num_completion_tokens = answer.num_completion_tokens
             if chunks:
-                if not self._is_started:
+                self._let_start_over(False)
+                if not self._is_started:  # by a ping
                     await self._start(200, _STREAM)
                 await self._write(chunks)
         await self._write(answer.end_stream(), more=False)
+
+    def _let_start_over(self, may: bool) -> None:
+        """Another worker may serve the request anew, as long as its client was sent nothing."""
+        for stream in self._streams:
+            stream.may_start_over = may
 
     def _take_note(self, place: int, delta: Delta, ticket: Ticket) -> None:
         """Notes that output of a prompt has come; raises ApiError where a completion failed."""
@@ -205,6 +237,8 @@ class Exchange(Response):
             ticket.start()
         reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
         self.outcome.finish_reasons += reasons
+        if delta.error is not None and delta.at_fault is not None:
+            raise refuse(self._request, RequestRefusedError(delta.error, delta.at_fault), "unsatisfiable")
         if delta.error is not None or "error" in reasons:
             raise engine_failure(delta.error or "the engine failed at this request")
         if "abort" in reasons:
@@ -221,12 +255,15 @@ class Exchange(Response):
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, self.end, error)
 
     def _end_stalled(self) -> None:
-        """Ends the request where its reader has left a full connection unread for write_timeout; asks again else."""
-        loop, longest = asyncio.get_running_loop(), self._front.limits.write_timeout
-        if self._sending_since is not None and loop.time() - self._sending_since >= longest:
+        """Ends the request where its reader has left a full connection unread for too long, or too much; asks again."""
+        loop, limits = asyncio.get_running_loop(), self._front.limits
+        if self._sending_since is not None and (
+            loop.time() - self._sending_since >= limits.write_timeout
+            or sum(one.num_unread for one in self._streams) * _NUMBER_BYTES > limits.max_unread_bytes
+        ):
             self.end(ClientGoneError())
         else:
-            self._timers["write"] = loop.call_later(longest / 4, self._end_stalled)
+            self._timers["write"] = loop.call_later(min(_LOOK_S, limits.write_timeout / 4), self._end_stalled)
 
     def _ping_silent(self) -> None:
         """Writes a comment where nothing was written for ping_interval; asks again."""
@@ -277,14 +314,15 @@ async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Del
         async for delta in streams[0]:
             yield 0, delta
         return
-    news: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+    # What nobody takes waits in the streams, where it is joined and counted.
+    news: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue(len(streams))
 
     async def read(place: int, stream: DeltaStream) -> None:
         try:
             async for delta in stream:
-                news.put_nowait((place, delta))
+                await news.put((place, delta))
         except Exception as error:
-            news.put_nowait(error)
+            await news.put(error)
 
     readers = [asyncio.create_task(read(place, stream)) for place, stream in enumerate(streams)]
     try:
@@ -299,6 +337,17 @@ async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Del
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
+
+
+def _blame(request: GenerationRequest, refused: Refused) -> ApiError:
+    """The error of a request that is above a bound by itself."""
+    if refused.reason != "in_flight":
+        return invalid_value(refused.message, "max_tokens")
+    num_prompts, n = count_prompts(request), request.n or 1
+    if num_prompts == 1:
+        return invalid_value(refused.message, "n")
+    message = f"{refused.message}: {num_prompts} prompts with n = {n}"
+    return invalid_value(message, "prompt" if num_prompts >= n else "n")
 
 
 def _asked_seconds(scope: Scope, longest: float) -> float:

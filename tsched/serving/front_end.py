@@ -6,10 +6,13 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsched.requests.chat_template import ChatEncoder, ChatTemplate, read_chat_template
+from tsched.requests.grammar_reader import GrammarReader
+from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import Admission
 from tsched.serving.auth import Keys
 from tsched.serving.engine_client import EngineClient, EngineUnavailableError, ModelFacts
@@ -35,6 +38,7 @@ class FrontEnd:
         chat_template: A file that takes the place of the model's own.
 
     Attributes:
+        limits: As given; once the model is loaded, with the bounds that follow from it.
         metrics: What is counted and measured.
         codec: The model's tokenizer; None where it has none, or before it is loaded.
         template: Its chat template; the same.
@@ -61,6 +65,7 @@ class FrontEnd:
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         self.pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenize")
+        self._forms, self._form_thread = GrammarReader(), ThreadPoolExecutor(1, thread_name_prefix="forms")
         self.is_loaded = asyncio.Event()  # or has failed to
         self._chat_template = chat_template
         self._admission: Admission | None = None
@@ -95,7 +100,8 @@ class FrontEnd:
             if task is not None:
                 task.cancel()
         await self.client.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.pool, self._form_thread):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def facts(self) -> ModelFacts:
         """Of the model; ApiError 503 before it is loaded."""
@@ -117,7 +123,18 @@ class FrontEnd:
         if self._admission is None:
             self.facts()
             raise unavailable("the model is being loaded", 1.0)
+        try:
+            self.client.check_open()
+        except EngineUnavailableError as error:
+            raise unavailable(str(error), error.retry_after) from None
         return self._admission
+
+    async def read_form(self, form: StructuredOutputsParams) -> None:
+        """Reads the form of an output; one that was read before takes no time. RefusedError says what is wrong."""
+        if self._forms.knows(form):
+            self._forms.read(form)
+        else:
+            await asyncio.get_running_loop().run_in_executor(self._form_thread, self._forms.read, form)
 
     def readiness(self) -> Mapping[str, Any]:
         """Whether requests are taken, and why not."""
@@ -143,12 +160,13 @@ class FrontEnd:
             if facts.tokenizer_directory is not None:
                 await asyncio.to_thread(self._read_tokenizer, Path(facts.tokenizer_directory))
             limits = self.limits
+            max_in_flight = limits.max_in_flight or 4 * facts.max_num_seqs
+            max_waiting_tokens = limits.max_waiting_tokens or 2 * facts.num_cache_tokens
+            self.limits = replace(limits, max_in_flight=max_in_flight, max_waiting_tokens=max_waiting_tokens)
             self._admission = Admission(
-                limits.max_in_flight or 4 * facts.max_num_seqs,
-                limits.max_waiting_tokens or 2 * facts.num_cache_tokens,
-                limits.requests_per_minute,
-                limits.tokens_per_minute,
+                max_in_flight, max_waiting_tokens, limits.requests_per_minute, limits.tokens_per_minute
             )
+            LOG.info("the model %s is served", facts.name)
         except Exception as error:
             self.load_error = error
             LOG.error("the model cannot be served: %s", error)

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -17,43 +17,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tsched.serving.front_end import FrontEnd
 from tsched.serving.limits import ServerLimits
+from tsched.serving.listening import BACKLOG, ServerStartError
 from tsched.serving.protocol.errors import ApiError
-from tsched.torch_free import TKernelsError
 
-_BACKLOG = 2048
 _DROP_S = 2.0
 
 
-class ServerStartError(TKernelsError, RuntimeError):
-    """The server could not start; the message says why."""
+def serve(app: FastAPI, listening: socket.socket, on_ready: Callable[[FrontEnd], None] = lambda front: None) -> None:
+    """Serves an app of `create_app` until SIGTERM, SIGINT or SIGHUP. The first lets running requests end, a second ends
+    them.
 
-
-def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
-
-    Raises:
-        ServerStartError: The port is in use, or the host is none of this machine.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ServerStartError(f"cannot listen at {host}:{port}: {reason}") from error
-    listening.setblocking(False)
-    return listening
-
-
-def serve(app: FastAPI, listening: socket.socket) -> None:
-    """Serves an app of `create_app` until SIGTERM or SIGINT. The first lets running requests end, a second ends them.
+    Args:
+        app: The app.
+        listening: Of `open_socket`.
+        on_ready: Called once, when the model is loaded.
 
     Raises:
         ServerStartError: The model cannot be loaded.
     """
     server = make_server(app)
+    server.on_ready = on_ready
     server.run(sockets=[listening])
     error = server.front.load_error
     if error is not None:
@@ -71,8 +54,8 @@ def make_server(app: FastAPI) -> DrainingServer:
         access_log=False,
         server_header=False,
         lifespan="on",
-        backlog=_BACKLOG,
-        timeout_keep_alive=max(1, round(front.limits.keep_alive_timeout)),
+        backlog=BACKLOG,
+        timeout_keep_alive=front.limits.keep_alive_timeout,  # type: ignore[arg-type]  # it waits parts of a second too
         timeout_graceful_shutdown=5,
         h11_max_incomplete_event_size=front.limits.max_header_bytes,
     )
@@ -85,21 +68,29 @@ class DrainingServer(uvicorn.Server):
     Args:
         config: uvicorn's.
         front: The app's state.
+
+    Attributes:
+        front: As given.
+        on_ready: Called once, when the model is loaded.
     """
 
     def __init__(self, config: uvicorn.Config, front: FrontEnd) -> None:
         super().__init__(config)
         self.front = front
+        self.on_ready: Callable[[FrontEnd], None] = lambda front: None
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._must_end = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handles signals on the loop; uvicorn's own would raise them again at the end, for another exit status."""
         loop = asyncio.get_running_loop()
-        self._watching = loop.create_task(self._stop_if_not_loaded())
+        self._watching = loop.create_task(self._follow_loading())
         handled: list[signal.Signals] = []
-        for one in (signal.SIGINT, signal.SIGTERM):
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if one == signal.SIGHUP and signal.getsignal(one) == signal.SIG_IGN:  # by nohup
+                continue
             with contextlib.suppress(ValueError, RuntimeError):  # another thread than the main one has none
                 loop.add_signal_handler(one, self.stop)
                 handled.append(one)
@@ -115,16 +106,25 @@ class DrainingServer(uvicorn.Server):
         if self._stopping is None:
             self._stopping = asyncio.get_running_loop().create_task(self._stop())
         else:
-            self.should_exit = True
+            self._must_end.set()
 
     async def _stop(self) -> None:
         await self.front.drain()
-        self.should_exit = True
+        self._must_end.set()
+        await self.front.client.close()  # while uvicorn closes the connections
 
-    async def _stop_if_not_loaded(self) -> None:
+    async def _follow_loading(self) -> None:
         await self.front.is_loaded.wait()
         if self.front.load_error is not None:
-            self.should_exit = True
+            self._must_end.set()
+        else:
+            self.on_ready(self.front)
+
+    async def main_loop(self) -> None:
+        """Ends at once; uvicorn's own looks ten times a second whether to end."""
+        ticking = asyncio.create_task(super().main_loop())
+        await self._must_end.wait()
+        ticking.cancel()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends what is in work, with an error that says so, before uvicorn waits for it."""
@@ -133,7 +133,8 @@ class DrainingServer(uvicorn.Server):
 
 
 class DeadlineProtocol(H11Protocol):
-    """h11's protocol with deadlines for a request's headers, and for what still comes of a body after its answer.
+    """h11's protocol with deadlines: for a request's headers, for what still comes of a body after its answer, and for
+    a reader who leaves what is written unread.
 
     A connection that is closed while bytes arrive is reset, and its client may lose the answer. So what comes after a
     refusal is read and dropped, for a while.
@@ -141,6 +142,7 @@ class DeadlineProtocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None  # of headers
     _dropping: asyncio.TimerHandle | None = None  # of what is dropped
+    _unread: asyncio.TimerHandle | None = None  # of a connection that is full
     _is_refused = False
 
     @property
@@ -171,8 +173,18 @@ class DeadlineProtocol(H11Protocol):
         if self.conn.their_state is h11.SEND_BODY and not self.transport.is_closing():
             self._dropping = self.loop.call_later(_DROP_S, self.transport.close)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Aborted, for a connection that is closed waits until all is read.
+        self._unread = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._dropping):
+        for timer in (self._deadline, self._dropping, self._unread):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)

@@ -46,6 +46,15 @@ class ServerLimits:
             gt=0,
         ),
     ] = 30.0
+    max_unread_bytes: Annotated[
+        int,
+        Option(
+            "most bytes of output that wait for a reader who leaves a full connection unread, who is aborted above",
+            unit="bytes",
+            ge=1,
+            lt=COUNT_END,
+        ),
+    ] = 256 << 10
     queue_timeout: Annotated[
         float, Option("seconds to a request's first token, 504 after them", unit="seconds", gt=0)
     ] = 60.0

@@ -1,4 +1,6 @@
-"""The link between the front end and a worker: JSON messages over a socket pair, each with its length ahead of it.
+"""The link between the front end and a worker: messages over a socket pair, each with its length ahead of it.
+
+They are msgpack's, which holds what JSON does and takes a third of its time, of numbers a twentieth.
 
 Loads no torch, so that the front end stays small. A message is a dict with its `kind`. The front end sends `load`,
 `submit`, `abort` and `swap`; a worker answers with `ready` or `load_failed`, then with `news`, `swapped`,
@@ -8,9 +10,12 @@ Loads no torch, so that the front end stays small. A message is a dict with its 
 from __future__ import annotations
 
 import asyncio
-import json
+import socket
 import struct
+import threading
 from typing import Any
+
+import msgpack
 
 from tsched.serving.engine_client import Delta, RequestTimes, SampleDelta, TokenScores
 from tsched.torch_free import TKernelsError
@@ -19,6 +24,7 @@ MAX_FRAME_BYTES = 2**26
 """Of one message: prompts of a million tokens fit, and what a broken peer makes us allocate is bounded."""
 
 _LENGTH = struct.Struct("!I")
+_SURROGATES = "surrogatepass"  # texts may hold lone ones
 
 Message = dict[str, Any]
 
@@ -31,13 +37,66 @@ def encode_message(message: Message) -> bytes:
     """The frame of a message.
 
     Raises:
-        LinkError: It is longer than MAX_FRAME_BYTES.
+        LinkError: It is longer than MAX_FRAME_BYTES, or holds an integer of more than 64 bits or too deep a nesting.
         TypeError: It holds what JSON does not.
     """
-    body = json.dumps(message, separators=(",", ":")).encode()  # in ASCII: lone surrogates are escaped
+    try:
+        body: bytes = msgpack.packb(message, unicode_errors=_SURROGATES)
+    except (OverflowError, ValueError) as error:
+        raise LinkError(f"a {message.get('kind')!r} message cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_BYTES:
         raise LinkError(f"a {message.get('kind')!r} message has {len(body)} bytes; at most {MAX_FRAME_BYTES} are sent")
     return _LENGTH.pack(len(body)) + body
+
+
+class LinkWriter:
+    """The sending end of a link, for any thread: frames leave in the order of the calls, and no call waits.
+
+    What the socket does not take at once is kept, and the event loop sends it later. So a frame of the engine's thread
+    wakes no other thread of the process.
+
+    Args:
+        link: Does not block; this has a descriptor of its own for it.
+        loop: Sends what is left.
+    """
+
+    def __init__(self, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._socket = link.dup()
+        self._socket.setblocking(False)
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._left = bytearray()  # under the lock: bytes that the socket did not take
+
+    def write(self, frame: bytes) -> None:
+        """Sends a frame; nothing happens where the peer has closed the link."""
+        with self._lock:
+            if self._left:  # the loop is at it
+                self._left += frame
+                return
+            num_sent = self._try_send(frame)
+            if num_sent < len(frame):
+                self._left += frame[num_sent:]
+                self._loop.call_soon_threadsafe(self._loop.add_writer, self._socket.fileno(), self._send_left)
+
+    async def flush(self) -> None:
+        """Waits until the socket has taken all that was written."""
+        while self._left:
+            await asyncio.sleep(0.002)
+
+    def _send_left(self) -> None:
+        with self._lock:
+            del self._left[: self._try_send(self._left)]
+            if not self._left:
+                self._loop.remove_writer(self._socket.fileno())
+
+    def _try_send(self, data: bytes | bytearray) -> int:
+        """Sends what the socket takes now and returns how much; all of it is lost where nobody reads any more."""
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # who reads the link hears of its end
+            return len(data)
 
 
 async def read_message(reader: asyncio.StreamReader) -> Message | None:
@@ -58,28 +117,30 @@ async def read_message(reader: asyncio.StreamReader) -> Message | None:
     except ConnectionError:  # it died with something of ours unread
         return None
     try:
-        message = json.loads(body)
-    except ValueError as error:
-        raise LinkError(f"a message is not JSON: {error}") from error
+        message = msgpack.unpackb(body, unicode_errors=_SURROGATES, strict_map_key=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise LinkError(f"a message is not msgpack's: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
         raise LinkError("a message is no object with a kind")
     return message
 
 
 def delta_of(written: list[Any]) -> Delta:
-    """The Delta that JSON made a list of."""
-    samples, is_last, error, num_cached, prompt_logprobs, times = written
+    """The Delta that a message has as lists."""
+    samples, is_last, error, num_cached, prompt_logprobs, times, *others = written
     return Delta(
-        [SampleDelta(s, ids, text, _scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
+        [SampleDelta(s, ids, text, scores_of(scores), *ends) for s, ids, text, scores, *ends in samples],
         is_last,
         error,
         num_cached,
         None if prompt_logprobs is None else [None if one is None else TokenScores(*one) for one in prompt_logprobs],
         None if times is None else RequestTimes(*times),
+        *others,
     )
 
 
-def _scores_of(written: list[Any] | None) -> list[TokenScores] | None:
+def scores_of(written: list[Any] | None) -> list[TokenScores] | None:
+    """The log-probabilities that a message has as lists."""
     return None if written is None else [TokenScores(*one) for one in written]
 
 
@@ -96,6 +157,8 @@ def join_deltas(one: Delta, other: Delta) -> Delta:
         other.num_cached_tokens if one.num_cached_tokens is None else one.num_cached_tokens,
         other.prompt_logprobs if one.prompt_logprobs is None else one.prompt_logprobs,
         other.times,
+        other.at_fault if one.error is None else one.at_fault,
+        one.starts_over,
     )
 
 

@@ -18,6 +18,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
     State,
     StatsSnapshot,
+    count_numbers,
     default_name,
     read_sampling,
 )
@@ -76,16 +77,22 @@ class LocalClient:
         self._facts = describe_model(llm, self._name)
         self._llm = llm
 
-    def submit(self, request: EngineRequest) -> LocalStream:
-        llm, params = self._running(), read_sampling(request.sampling)
-        stream = llm.add_request(
-            request.request_id,
-            request.prompt_token_ids,
-            params,
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-        )
-        return LocalStream(stream, self._tell_stats)
+    def check_open(self) -> None:
+        self._running()
+
+    def submit(self, *requests: EngineRequest) -> list[LocalStream]:
+        llm = self._running()
+        tickets = [
+            llm.make_ticket(
+                one.request_id,
+                one.prompt_token_ids,
+                read_sampling(one.sampling),
+                priority=one.priority,
+                cache_salt=one.cache_salt,
+            )
+            for one in requests
+        ]
+        return [LocalStream(stream, self._tell_stats) for stream in llm.submit(*tickets)]
 
     def abort(self, request_id: str) -> None:
         if self._llm is not None:
@@ -120,11 +127,6 @@ class LocalClient:
         except EngineError as error:
             raise EngineFailedError(describe_failure(error.__cause__)) from error
 
-    async def drain(self) -> None:
-        self._is_closing = True
-        if self._llm is not None:
-            await self._llm.drain()
-
     async def close(self) -> None:
         self._is_closing = True
         if self._llm is not None:
@@ -155,6 +157,7 @@ class LocalStream:
     """The deltas of a request of `AsyncLLM`."""
 
     def __init__(self, stream: RequestStream, on_news: Callable[[], None]) -> None:
+        self.may_start_over = False  # there is no other engine
         self._stream = stream
         self._on_news = on_news
 
@@ -179,7 +182,13 @@ class LocalStream:
             num_cached_tokens=output.num_cached_tokens,
             prompt_logprobs=make_prompt_scores(output.prompt_logprobs),
             times=make_times(output.metrics) if output.finished else None,
+            at_fault=None if output.error is None else self._stream.at_fault,
         )
+
+    @property
+    def num_unread(self) -> int:
+        parts = [news.completion for news in self._stream._news]
+        return sum(count_numbers(one.token_ids, one.logprobs) for one in parts)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

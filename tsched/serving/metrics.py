@@ -148,6 +148,7 @@ class RequestMeter:
         self._first: float | None = None  # when the first token came
         self._last: dict[tuple[int, int], float] = {}  # (prompt, completion) -> when its last output came
         self._num_tokens = 0
+        self._times: list[RequestTimes] = []  # of the prompts that have ended
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Observes what has come of the request's `prompt`."""
@@ -164,7 +165,7 @@ class RequestMeter:
                 metrics._itl.labels(*self._labels).observe(now - before)
             self._last[prompt, sample.sample] = now
         if delta.times is not None:
-            metrics._times.observe(self._labels, delta.times)
+            self._times.append(delta.times)
 
     def end(self, status: int, error: str | None, finish_reasons: Iterable[str], num_prompt_tokens: int) -> None:
         """Counts the request's end.
@@ -186,6 +187,8 @@ class RequestMeter:
         metrics._e2e.labels(*labels).observe(now - self._arrival)
         metrics._prompt.labels(*labels).observe(num_prompt_tokens)
         metrics._generated.labels(*labels).observe(self._num_tokens)
+        if self._times:  # an aborted request has none
+            metrics._times.observe(labels, RequestTimes(*map(max, zip(*self._times, strict=True))))
         if self._first is not None and self._num_tokens > len(self._last):
             per_token = (max(self._last.values()) - self._first) / (self._num_tokens / len(self._last) - 1)
             metrics._tpot.labels(*labels).observe(per_token)
@@ -200,6 +203,7 @@ _ENDS = {
     "internal_error": "error",
     "queue_timeout": "timeout",
     "request_timeout": "timeout",
+    "unsatisfiable": "error",
 }
 """Code of an error -> the reason by which a request finished. Others are refusals, or aborts where tokens had come."""
 

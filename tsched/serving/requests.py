@@ -9,18 +9,20 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tsched.requests.chat_template import ChatEncoder
-from tsched.requests.errors import RefusedError
+from tsched.requests.errors import ArgumentTypeError, RefusedError
 from tsched.requests.prompts import Conversation, check_named_ids
 from tsched.requests.sampling_params import SamplingParams
 from tsched.serving.auth import Tenant
 from tsched.serving.engine_client import EngineRequest, ModelFacts, read_sampling
-from tsched.serving.protocol.chat import ChatRequest
+from tsched.serving.protocol.chat import ChatRequest, ConversationRequest
 from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.protocol.errors import ApiError, invalid_value
-from tsched.serving.protocol.sampling import GenerationRequest
+from tsched.serving.protocol.sampling import GenerationRequest, WireModel
+from tsched.serving.protocol.tokenization import TokenizeRequest
 from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
+_RENDERED = {"role", "content", "name"}  # of a message; of its other fields none says anything
 MAX_PRIORITY = 2**30  # of a request; the tenant's is added
 
 
@@ -65,12 +67,16 @@ class Job:
     top_logprobs: int | None
 
 
+def count_prompts(request: GenerationRequest) -> int:
+    """Prompts that a request has."""
+    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
+        return 1 if isinstance(request.prompt[0], int) else len(request.prompt)
+    return 1
+
+
 def count_completions(request: GenerationRequest) -> int:
     """Completions that a request asks for, over all its prompts."""
-    prompts = 1
-    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
-        prompts = 1 if isinstance(request.prompt[0], int) else len(request.prompt)
-    return prompts * max(1, request.n or 1)
+    return count_prompts(request) * max(1, request.n or 1)
 
 
 def count_asked_outputs(request: GenerationRequest, facts: ModelFacts) -> int:
@@ -108,7 +114,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
         sampling["logprobs"] = top_logprobs
     given = _given_max_tokens(request)
     is_scored = isinstance(request, CompletionRequest) and request.echo and top_logprobs is not None
-    if is_scored or (isinstance(request, CompletionRequest) and given == 0):
+    if is_scored or (isinstance(request, CompletionRequest) and given is not None and given <= 0):
         sampling["prompt_logprobs"] = top_logprobs or 0
     try:
         params = read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
@@ -118,16 +124,21 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     return sampling
 
 
-def refuse(request: GenerationRequest, error: RefusedError) -> ApiError:
+def refuse(request: WireModel, error: RefusedError, code: str = "invalid_value") -> ApiError:
     """The error of a request that the engine's own checks refuse: their messages begin with the field's name."""
-    name = getattr(error, "param", None)
+    name, message = getattr(error, "param", None), str(error)
     if name not in _SAMPLING_NAMES:
-        name = str(error).split(" ")[0].split(".")[0]
-    if name == "structured_outputs" and request.structured_outputs is None:
+        name = message.split(" ")[0].split(".")[0].removesuffix(":")
+    if name == "structured_outputs" and getattr(request, name) is None:
         name = "response_format"
-    if name not in _SAMPLING_NAMES | {"response_format"}:
-        name = "messages" if isinstance(request, ChatRequest) else "prompt"
-    return invalid_value(str(error), name)
+        message = message.replace("structured_outputs.json", "response_format.json_schema.schema", 1).replace(
+            "structured_outputs", name, 1
+        )
+    if name not in type(request).model_fields:
+        name = "messages" if isinstance(request, ConversationRequest) else "prompt"
+    if name == "max_tokens" and getattr(request, "max_completion_tokens", None) is not None:
+        message, name = message.replace(name, "max_completion_tokens", 1), "max_completion_tokens"
+    return invalid_value(message, name, code)
 
 
 def _check_pairs(request: GenerationRequest) -> None:
@@ -166,11 +177,11 @@ def make_job(
     """
     is_chat = isinstance(request, ChatRequest)
     if isinstance(request, ChatRequest):
-        prompts = [_encode_chat(request, facts, codec, chats)]
+        prompts = [encode_chat(request, facts, codec, chats, may_be_long=request.truncate_prompt_tokens is not None)]
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
-        raise TypeError(f"no API has a {type(request).__name__}")
+        raise ArgumentTypeError(f"no API has a {type(request).__name__}")
     prompts = [_truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     requests = [
@@ -272,26 +283,59 @@ def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt", *,
         raise invalid_value(message, param)
 
 
-def _encode_chat(request: ChatRequest, facts: ModelFacts, codec: TextCodec | None, chats: ChatEncoder | None) -> Prompt:
+def tokenize_request(
+    request: TokenizeRequest, facts: ModelFacts, codec: TextCodec, chats: ChatEncoder | None
+) -> list[int]:
+    """The token ids of a prompt or of messages, of a request that has one of them; ApiError where it is wrong."""
+    if request.prompt is None:
+        special = bool(request.add_special_tokens)  # vLLM's default: a template writes its own
+        return encode_chat(request, facts, codec, chats, add_special_tokens=special).token_ids
+    check_text(request.prompt, codec, facts.max_model_len, "prompt")
+    return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
+
+
+def encode_chat(
+    request: ConversationRequest,
+    facts: ModelFacts,
+    codec: TextCodec | None,
+    chats: ChatEncoder | None,
+    *,
+    may_be_long: bool = False,
+    add_special_tokens: bool = False,
+) -> Prompt:
+    """The prompt that the model's chat template makes of messages.
+
+    Args:
+        request: With messages.
+        facts: Of the model.
+        codec: Its tokenizer; None where it has none.
+        chats: Its tokenizer with its template; None where it has none.
+        may_be_long: Whether it may have more tokens than the model takes.
+        add_special_tokens: Whether it begins and ends as the tokenizer's texts, whatever the template writes.
+
+    Raises:
+        ApiError: A message or variable is wrong, there is no template, or the messages are too long.
+    """
+    messages = request.messages or []
     if codec is None:
         raise no_tokenizer("messages")
     if chats is None:
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
-    num_chars = sum(len(message.text) for message in request.messages)
-    if num_chars > facts.max_model_len * codec.max_token_chars and request.truncate_prompt_tokens is None:
+    num_chars = sum(len(message.text) for message in messages)
+    if num_chars > facts.max_model_len * codec.max_token_chars and not may_be_long:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
     conversation = Conversation(
-        [one.model_dump(exclude_none=True) for one in request.messages],
+        [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         variables=request.chat_template_kwargs or {},
     )
     try:
-        text, token_ids = chats.encode(conversation)
+        text, token_ids = chats.encode(conversation, add_special_tokens=add_special_tokens)
     except RefusedError as error:
-        raise invalid_value(str(error), "messages") from None
+        raise refuse(request, error) from None
     if not token_ids:
         raise invalid_value("the rendered messages have no tokens", "messages")
     return Prompt(token_ids, text)

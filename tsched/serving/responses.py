@@ -164,16 +164,19 @@ class Answer:
 
     def __init__(self, job: Job, codec: TextCodec | None) -> None:
         self.job = job
-        self.num_completion_tokens = 0
         self._num_cached = [0] * len(job.prompts)
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
-        self._writers = [
-            (ChatWriter if job.api == "chat" else CompletionWriter)(job, index, job.prompts[index // job.n], codec)
-            for index in range(len(job.prompts) * job.n)
-        ]
+        self._codec = codec
+        self._num_made = [0] * len(job.prompts)
+        self._writers = [writer for place in range(len(job.prompts)) for writer in self._make_writers(place)]
         kind = "text_completion" if job.api == "completion" else "chat.completion"
         self._head = {"id": job.id, "object": kind, "created": job.created, "model": job.model}
         self._chunk_head = {**self._head, "object": "text_completion" if kind == "text_completion" else f"{kind}.chunk"}
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Made so far."""
+        return sum(self._num_made)
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -184,6 +187,16 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached)},
         }
 
+    def _make_writers(self, place: int) -> list[CompletionWriter | ChatWriter]:
+        job, prompt = self.job, self.job.prompts[place]
+        kind = ChatWriter if job.api == "chat" else CompletionWriter
+        return [kind(job, index, prompt, self._codec) for index in range(place * job.n, (place + 1) * job.n)]
+
+    def start_over(self, place: int) -> None:
+        """Forgets what was written of prompt `place`."""
+        self._num_made[place] = 0
+        self._writers[place * self.job.n : (place + 1) * self.job.n] = self._make_writers(place)
+
     def write_choices(self, place: int, delta: Delta) -> list[dict[str, Any]]:
         """The choices of chunks for what is new of prompt `place`."""
         if delta.num_cached_tokens is not None:
@@ -193,7 +206,7 @@ class Answer:
                 writer.add_prompt(delta.prompt_logprobs)
         choices = []
         for sample in delta.samples:
-            self.num_completion_tokens += len(sample.token_ids)
+            self._num_made[place] += len(sample.token_ids)
             choices.append(self._writers[place * self.job.n + sample.sample].write(sample))
         return choices
 

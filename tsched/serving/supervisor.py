@@ -7,14 +7,18 @@ that it had sent nothing for wait for the next worker.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tsched.options import read_options
+from tsched.requests.errors import ArgumentError
 from tsched.serving.engine_client import (
     Delta,
     EngineFailedError,
@@ -30,30 +34,14 @@ from tsched.serving.engine_client import (
     read_sampling,
 )
 from tsched.serving.limits import ServerLimits
-from tsched.serving.link import LinkError, Message, delta_of, encode_message, join_deltas
-from tsched.serving.worker_process import WorkerProcess
+from tsched.serving.link import LinkError, Message, delta_of, encode_message, scores_of
+from tsched.serving.worker_lives import DEATHS_WINDOW_S, MOST_DEATHS, add_counts, forget_counts, restart_delay
+from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
+from tsched.serving.worker_stream import WorkerStream
 
-MOST_DEATHS = 5
-DEATHS_WINDOW_S = 600.0
-LONGEST_DELAY_S = 30.0
+LOG = logging.getLogger("tsched.serving")
 _MOST_LIVES = 2
-"""Workers that a request is given to: what kills two of them may be the request."""
-
-_SUMS = (
-    "num_steps", "num_prompt_tokens", "num_output_tokens", "num_preemptions", "num_cache_queries", "num_cache_hits",
-)  # fmt: skip
-"""The fields of a StatsSnapshot that only grow; a new worker counts from 0."""
-
-
-def restart_delay(deaths: Sequence[float], now: float) -> float | None:
-    """Seconds to wait before the next start: 1, 2, 4 and so on, 30 at most; None is to give up.
-
-    Args:
-        deaths: When workers died, the last one included, in seconds.
-        now: On the same clock.
-    """
-    recent = sum(now - death <= DEATHS_WINDOW_S for death in deaths)
-    return None if recent > MOST_DEATHS else min(LONGEST_DELAY_S, 2.0 ** max(0, recent - 1))
+"""Workers that a request, or swapped kernels, are given to: what kills two of them may be these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,12 +53,14 @@ class _Served:
         stream: Its consumer's.
         num_lives: Workers that had it.
         has_sent: Whether its consumer was given anything.
+        starts_over: Whether that is void, and the next worker has sent nothing yet.
     """
 
     request: EngineRequest
     stream: WorkerStream
     num_lives: int = 0
     has_sent: bool = False
+    starts_over: bool = False
 
 
 class SupervisedClient:
@@ -102,18 +92,19 @@ class SupervisedClient:
             "variants_from": [str(folder) for folder in variants_from],
         }
         encode_message(self._load)
+        self._first_kernels = options.get("kernels")
         self._stall_timeout = stall_timeout
         self._state: State = "loading"
         self._failure: str | None = None
         self._facts: ModelFacts | None = None
+        self._started: StartedWorker | None = None  # before the event loop runs
         self._worker: WorkerProcess | None = None
         self._served: dict[str, _Served] = {}  # unfinished requests in the order of arrival
-        self._all_ended = asyncio.Event()
-        self._all_ended.set()
         self._swaps: dict[int, asyncio.Future[KernelSwap]] = {}
         self._num_swaps = 0
         self._deaths: deque[float] = deque(maxlen=MOST_DEATHS + 1)
         self._num_restarts = 0
+        self._num_failed_starts = 0  # since a worker was ready
         self._restart_at = 0.0
         self._before: StatsSnapshot | None = None  # sums of the workers before this one
         self._stats: StatsSnapshot | None = None  # of this worker
@@ -137,6 +128,10 @@ class SupervisedClient:
         """Of the process that serves; None between two."""
         return None if self._worker is None else self._worker.pid
 
+    def start_early(self) -> None:
+        """Starts the worker's process where no event loop runs yet: it loads torch while the caller gets ready."""
+        self._started = start_process()
+
     async def start(self) -> None:
         """Starts the worker and returns when it has loaded the model.
 
@@ -148,24 +143,31 @@ class SupervisedClient:
         await self._loaded
         self._keep(self._watch_progress())
 
-    def submit(self, request: EngineRequest) -> WorkerStream:
-        read_sampling(request.sampling)
+    def check_open(self) -> None:
         if self._state == "failed":
             raise EngineFailedError(str(self._failure))
-        if self._state != "ready" or self._worker is None:
+        if self._state != "ready":
             raise EngineUnavailableError(*self._why_unavailable())
-        if request.request_id in self._served:
-            raise ValueError(f"a request {request.request_id!r} is not finished yet")
-        served = _Served(request, WorkerStream(self, request.request_id))
+
+    def submit(self, *requests: EngineRequest) -> list[WorkerStream]:
+        if self._state != "restarting":
+            self.check_open()
+        for request in requests:
+            read_sampling(request.sampling)
+            if request.request_id in self._served:
+                raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
+        served = [_Served(request, WorkerStream(partial(self.abort, request.request_id))) for request in requests]
         if not self._served:
             self._moved_at = time.monotonic()
         try:
-            self._give(served, self._worker)
+            if self._state == "ready" and self._worker is not None:
+                self._give(served, self._worker)
+            else:  # the next worker gets them
+                encode_message(_submission(served))
         except LinkError as error:
             raise RequestRefusedError(str(error), "prompt") from error
-        self._served[request.request_id] = served
-        self._all_ended.clear()
-        return served.stream
+        self._served |= {one.request.request_id: one for one in served}
+        return [one.stream for one in served]
 
     def abort(self, request_id: str) -> None:
         served = self._served.get(request_id)
@@ -175,13 +177,13 @@ class SupervisedClient:
             self._worker.send({"kind": "abort", "id": request_id})
             return
         count = read_sampling(served.request.sampling).n
-        self._forget(request_id)
-        served.stream._put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
+        del self._served[request_id]
+        served.stream.put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
 
     def stats(self) -> StatsSnapshot:
         if self._stats is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
-        return replace(_add(self._before, self._stats), num_restarts=self._num_restarts)
+        return replace(add_counts(self._before, self._stats), num_restarts=self._num_restarts)
 
     def listen(self, on_stats: Callable[[StatsSnapshot], None]) -> None:
         self._listeners.append(on_stats)
@@ -191,18 +193,15 @@ class SupervisedClient:
             raise EngineUnavailableError(*self._why_unavailable())
         self._num_swaps += 1
         swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
-        self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        try:
+            self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
+        except LinkError as error:
+            raise RequestRefusedError(str(error), "kernels") from error
         self._swaps[swap_id] = answer
         try:
             return await answer
         finally:
             self._swaps.pop(swap_id, None)
-
-    async def drain(self) -> None:
-        if self._state != "failed":
-            self._state = "draining"
-        await self._all_ended.wait()
-        await self.close()
 
     async def close(self) -> None:
         """Aborts what is unfinished and ends the worker, in any state."""
@@ -251,6 +250,7 @@ class SupervisedClient:
         if self._stats is not None:
             self._stats = replace(self._stats, arm=message["arm"])
         self._load["options"]["kernels"] = message["kernels"]
+        LOG.info("the kernels are swapped, from step %d on: %s", message["first_step"], json.dumps(message["kernels"]))
         answer = self._swaps.get(message["id"])
         if answer is not None and not answer.done():
             answer.set_result(KernelSwap(message["first_step"], message["arm"]))
@@ -259,13 +259,16 @@ class SupervisedClient:
         facts = ModelFacts(**message["facts"] | {"eos_token_ids": tuple(message["facts"]["eos_token_ids"])})
         self._facts = facts if self._facts is None else replace(facts, created=self._facts.created)
         self._stats, self._moved_at = StatsSnapshot(**message["stats"]), time.monotonic()
+        self._num_failed_starts = 0
+        if self._state == "restarting":
+            LOG.info("the engine serves again")
         if self._state in ("loading", "restarting"):
             self._state = "ready"
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)
         assert self._worker is not None, "it has just said that it is ready"
         for served in self._served.values():
-            self._give(served, self._worker)
+            self._give([served], self._worker)
 
     def _take_news(self, message: Message) -> None:
         stats = StatsSnapshot(**message["stats"])
@@ -275,28 +278,31 @@ class SupervisedClient:
         self._stats = stats
         for listener in self._listeners if is_newer else ():
             listener(self.stats())
-        for request_id, sample, token_ids, text in message["tokens"]:
-            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text)], False))
+        for request_id, sample, token_ids, text, scores in message["tokens"]:
+            self._hand_on(request_id, Delta([SampleDelta(sample, token_ids, text, scores_of(scores))], False))
         for request_id, written in message["deltas"]:
             self._hand_on(request_id, delta_of(written))
         for request_id, reason, param in message["refusals"]:
-            served = self._forget(request_id)
+            served = self._served.pop(request_id, None)
             if served is not None:
-                served.stream._fail(RequestRefusedError(reason, param))
+                served.stream.fail(RequestRefusedError(reason, param))
 
     def _hand_on(self, request_id: str, delta: Delta) -> None:
         served = self._served.get(request_id)
         if served is not None:
+            if served.starts_over:
+                served.starts_over, delta = False, delta._replace(starts_over=True)
             served.has_sent = True
             if delta.is_last:
-                self._forget(request_id)
-            served.stream._put(delta)
+                del self._served[request_id]
+            served.stream.put(delta)
 
     # Lives and deaths.
 
     async def _start_worker(self) -> None:
         self._failure = None
-        self._worker = WorkerProcess(self._receive, self._on_death)
+        started, self._started = self._started or start_process(), None
+        self._worker = WorkerProcess(started, self._receive, self._on_death)
         await self._worker.open()
         self._worker.send(self._load)
 
@@ -314,21 +320,33 @@ class SupervisedClient:
             return
         if self._stats is not None:
             idle = replace(self._stats, num_running=0, num_waiting=0, num_used_blocks=0)
-            self._before, self._stats = _add(self._before, idle), _without_sums(idle)
+            self._before, self._stats = add_counts(self._before, idle), forget_counts(idle)
+        if self._state == "restarting":
+            self._note_failed_start()
         for served in [*self._served.values()]:
-            if served.has_sent or served.num_lives >= _MOST_LIVES:
-                self._forget(served.request.request_id)
-                served.stream._fail(EngineFailedError(reason))
+            served.starts_over = served.has_sent
+            if (served.has_sent and not served.stream.may_start_over) or served.num_lives >= _MOST_LIVES:
+                del self._served[served.request.request_id]
+                served.stream.fail(EngineFailedError(reason))
         now = time.monotonic()
         self._deaths.append(now)
         delay = restart_delay(self._deaths, now)
         if delay is None:
             self._state = "failed"
             self._failure = f"the engine failed {len(self._deaths)} times in {DEATHS_WINDOW_S:.0f} s, at last: {reason}"
+            LOG.error("%s", self._failure)
             self._fail_all(self._failure)
             return
+        LOG.error("%s; it is started again in %g s, %d requests wait for it", reason, delay, len(self._served))
         self._state, self._restart_at = "restarting", now + delay
         self._keep(self._restart(delay))
+
+    def _note_failed_start(self) -> None:
+        """A worker died before it was ready. After two with swapped kernels, the next has those of the start."""
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= _MOST_LIVES and self._load["options"].get("kernels") != self._first_kernels:
+            LOG.error("no worker starts with the swapped kernels: the next has those of the first start")
+            self._load["options"]["kernels"] = self._first_kernels
 
     async def _restart(self, delay: float) -> None:
         await asyncio.sleep(delay)
@@ -348,22 +366,15 @@ class SupervisedClient:
             ):
                 self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
 
-    def _give(self, served: _Served, worker: WorkerProcess) -> None:
-        request = {one.name: getattr(served.request, one.name) for one in fields(EngineRequest)}  # asdict copies tokens
-        worker.send({"kind": "submit", "request": request})
-        served.num_lives += 1
-
-    def _forget(self, request_id: str) -> _Served | None:
-        served = self._served.pop(request_id, None)
-        if not self._served:
-            self._all_ended.set()
-        return served
+    def _give(self, served: Sequence[_Served], worker: WorkerProcess) -> None:
+        worker.send(_submission(served))
+        for one in served:
+            one.num_lives += 1
 
     def _fail_all(self, reason: str) -> None:
-        for request_id in [*self._served]:
-            served = self._forget(request_id)
-            if served is not None:
-                served.stream._fail(EngineFailedError(reason))
+        ended, self._served = self._served, {}
+        for served in ended.values():
+            served.stream.fail(EngineFailedError(reason))
 
     def _keep(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -371,61 +382,7 @@ class SupervisedClient:
         task.add_done_callback(self._tasks.discard)
 
 
-class WorkerStream:
-    """The deltas of a request that a worker serves."""
-
-    def __init__(self, client: SupervisedClient, request_id: str) -> None:
-        self._client = client
-        self._request_id = request_id
-        self._news: Delta | None = None  # that nobody has taken yet
-        self._error: Exception | None = None
-        self._is_over = False
-        self._changed = asyncio.Event()
-
-    def __aiter__(self) -> WorkerStream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._is_over:
-            raise StopAsyncIteration
-        try:
-            await self._changed.wait()
-        except asyncio.CancelledError:
-            self._client.abort(self._request_id)
-            raise
-        news, self._news = self._news, None
-        if news is None:
-            self._is_over = True
-            assert self._error is not None, "something has changed"
-            raise self._error
-        self._is_over = news.is_last
-        if self._error is None:
-            self._changed.clear()
-        return news
-
-    async def aclose(self) -> None:
-        """Aborts the request, unless it has finished, and ends the iteration."""
-        self._client.abort(self._request_id)
-        self._is_over = True
-
-    def _put(self, delta: Delta) -> None:
-        self._news = delta if self._news is None else join_deltas(self._news, delta)
-        self._changed.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._changed.set()
-
-
-def _add(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
-    """The snapshot `now` with the sums of both."""
-    if before is None:
-        return now
-    sums: dict[str, Any] = {name: getattr(before, name) + getattr(now, name) for name in _SUMS}
-    phases = {name: before.phase_seconds.get(name, 0.0) + value for name, value in now.phase_seconds.items()}
-    return replace(now, **sums, phase_seconds={**before.phase_seconds, **phases})
-
-
-def _without_sums(stats: StatsSnapshot) -> StatsSnapshot:
-    sums: dict[str, Any] = dict.fromkeys(_SUMS, 0)
-    return replace(stats, **sums, phase_seconds={})
+def _submission(served: Sequence[_Served]) -> Message:
+    """The message that gives requests to a worker."""
+    names = [one.name for one in fields(EngineRequest)]  # asdict copies tokens
+    return {"kind": "submit", "requests": [{name: getattr(one.request, name) for name in names} for one in served]}

@@ -54,14 +54,18 @@ class TextCodec:
         self._pieces = functools.lru_cache(_MEMO)(functools.partial(find_token_bytes, self.tokenizer))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. Other threads run meanwhile, which the library's own `encode` does not let them."""
+        ids: list[int] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, together."""
         text: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_name(self, token_id: int) -> str:
+        """A token as the vocabulary has it."""
+        return str(self.tokenizer.id_to_token(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token; half a character is some of its bytes."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
 import traceback
 from collections.abc import Sequence
@@ -16,28 +17,41 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
 import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
+from tkernels.isolation import die_with
 from tkernels.ranges import NVTX
 from tsched.execution.engine_thread import EngineThread, News, Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.execution.served_model import ServedModel
-from tsched.serving.engine_client import Delta, EngineRequest, RequestRefusedError, StatsSnapshot, read_sampling
+from tsched.serving.engine_client import (
+    Delta,
+    EngineRequest,
+    RequestRefusedError,
+    StatsSnapshot,
+    TokenScores,
+    read_sampling,
+)
 from tsched.serving.engine_records import (
     describe_error,
     describe_failure,
     describe_model,
+    describe_scores,
     make_delta,
     read_stats,
 )
-from tsched.serving.link import LinkError, Message, encode_message, read_message
+from tsched.serving.link import LinkError, LinkWriter, Message, encode_message, read_message
 
-PlainTokens = tuple[str, int, list[int], str]
-"""(request, sample, new tokens, their text): of a step nearly all news are such, and as records they cost five times
-as much."""
+PlainTokens = tuple[str, int, list[int], str, list[TokenScores] | None]
+"""(request, sample, new tokens, their text and, where asked for, log-probabilities): of a step nearly all news are
+such, and as records they cost five times as much."""
 
 Refusal = tuple[str, str, str | None]
 """(request, why, the field that is wrong)."""
 
 _STATS = [one.name for one in fields(StatsSnapshot)]
+_GC_THRESHOLD = 20_000
+"""New objects after which the youngest are collected. A step makes a few for each request, which go with its message;
+it meets Python's own threshold several times.
+"""
 _BEAT_S = 0.25
 """Between two snapshots of the engine's counts where no news carry one."""
 
@@ -59,7 +73,7 @@ class Worker:
         writer: Of the link.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: LinkWriter) -> None:
         self._reader = reader
         self._writer = writer
         self._engine: _Engine | None = None  # once it is loaded
@@ -94,7 +108,7 @@ class Worker:
             return False
         facts = describe_model(served, load["name"])
         thread = served.start_thread(
-            on_news=lambda news: loop.call_soon_threadsafe(self._tell, news),
+            on_news=self._tell,
             on_end=lambda failure: loop.call_soon_threadsafe(self._end, failure),
             label_logprobs=False,  # the front end does, with the texts of the tokens that it has
         )
@@ -110,7 +124,7 @@ class Worker:
             if engine is None:
                 raise LinkError(f"a message {kind!r} came before the engine was ready")
             if kind == "submit":
-                self._submit(engine, EngineRequest(**message["request"]))
+                self._submit(engine, [EngineRequest(**one) for one in message["requests"]])
             elif kind == "abort":
                 ticket = self._tickets.get(message["id"])
                 if ticket is not None:
@@ -120,25 +134,26 @@ class Worker:
             else:
                 raise LinkError(f"nobody knows a message {kind!r} here")
 
-    def _submit(self, engine: _Engine, request: EngineRequest) -> None:
-        try:
-            ticket = engine.served.make_ticket(
-                request.request_id,
-                request.prompt_token_ids,
-                read_sampling(request.sampling),
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-            )
-        except (RequestRefusedError, ValueError) as error:
-            refusal = (request.request_id, str(error), getattr(error, "param", None))
-            self._send_news(engine, refusals=[refusal])
-            return
-        self._tickets[request.request_id] = ticket
+    def _submit(self, engine: _Engine, requests: list[EngineRequest]) -> None:
+        tickets: dict[str, Ticket] = {}
+        for request in requests:
+            try:
+                tickets[request.request_id] = engine.served.make_ticket(
+                    request.request_id,
+                    request.prompt_token_ids,
+                    read_sampling(request.sampling),
+                    priority=request.priority,
+                    cache_salt=request.cache_salt,
+                )
+            except (RequestRefusedError, ValueError) as error:
+                refusal = (request.request_id, str(error), getattr(error, "param", None))
+                self._send_news(engine, refusals=[refusal])
+        self._tickets |= tickets
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
-            engine.thread.submit(ticket)
+            engine.thread.submit(*tickets.values())
 
     def _tell(self, news: list[News]) -> None:
-        """Sends the news of one step."""
+        """Sends the news of one step, on the engine's thread."""
         engine = self._engine
         if engine is None or engine.thread.failure is not None:  # the end is told of all requests at once
             return
@@ -148,8 +163,9 @@ class Worker:
         for one in news:
             ticket = one.ticket
             request_id = str(ticket.prepared.request_id)
-            if one.finish_reason is None and one.scores is None and one.prompt_scores is None:
-                tokens.append((request_id, one.index, one.token_ids, one.text))
+            if one.finish_reason is None and one.prompt_scores is None:
+                scores = None if one.scores is None else describe_scores(one)
+                tokens.append((request_id, one.index, one.token_ids, one.text, scores))
                 continue
             if one.is_last:
                 self._tickets.pop(request_id, None)
@@ -170,19 +186,23 @@ class Worker:
         stats = {name: getattr(now, name) for name in _STATS}  # asdict copies what is in it
         try:
             self._send({"kind": "news", "tokens": tokens, "deltas": deltas, "refusals": refusals, "stats": stats})
-        except LinkError as error:  # log-probabilities of long prompts
-            if len(deltas) > 1:
-                half = len(deltas) // 2
-                self._send_news(engine, tokens, deltas[:half])
-                self._send_news(engine, deltas=deltas[half:], refusals=refusals)
-                return
-            ((request_id, _),) = deltas
-            ticket = self._tickets.pop(request_id, None)
-            if ticket is not None:
-                engine.thread.abort(ticket)
-            self._send_news(
-                engine, tokens, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)]
-            )
+        except LinkError as error:  # log-probabilities of long prompts, or of whole vocabularies
+            if tokens and deltas:
+                self._send_news(engine, tokens)
+                self._send_news(engine, deltas=deltas, refusals=refusals)
+            elif len(tokens) > 1 or len(deltas) > 1:
+                half = (len(tokens) + len(deltas)) // 2
+                self._send_news(engine, tokens[:half], deltas[:half])
+                self._send_news(engine, tokens[half:], deltas[half:], refusals)
+            else:
+                self._refuse_news(engine, str((tokens or deltas)[0][0]), error, refusals)
+
+    def _refuse_news(self, engine: _Engine, request_id: str, error: LinkError, refusals: Sequence[Refusal]) -> None:
+        """Ends a request whose news no message holds."""
+        ticket = self._tickets.pop(request_id, None)
+        if ticket is not None:
+            engine.thread.abort(ticket)
+        self._send_news(engine, refusals=[*refusals, (request_id, f"its answer is too long: {error}", None)])
 
     def _end(self, failure: BaseException | None) -> None:
         """The engine has ended, which it does of itself only by failing."""
@@ -209,14 +229,11 @@ class Worker:
             self._send_news(self._engine)
 
     def _send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(encode_message(message))
+        self._writer.write(encode_message(message))
 
     async def _send_last(self, message: Message) -> None:
         self._send(message)
-        await self._writer.drain()
-        self._writer.close()
-        await self._writer.wait_closed()
+        await self._writer.flush()
         os._exit(1)
 
     def _keep(self, work: Any) -> None:
@@ -236,14 +253,18 @@ def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tupl
     # What is here now stays: a full collection would go through all of it, every few dozen steps, while they wait.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     return served, times
 
 
 async def _serve(link: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=link)
+    writer = LinkWriter(link, asyncio.get_running_loop())
+    reader, _kept = await asyncio.open_connection(sock=link)  # asyncio closes a link whose writer is gone
     await Worker(reader, writer).run()
 
 
 def main(descriptor: int) -> None:
     """Serves the link whose file descriptor this process has inherited."""
+    # The link's end is noticed by a process that runs; one that hangs or is stopped would live on, and hold its memory.
+    die_with(os.getppid(), signal.SIGKILL)
     asyncio.run(_serve(socket.socket(fileno=descriptor)))

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tsched.serving.link import LinkError, Message, encode_message, read_message
 
@@ -27,26 +28,42 @@ _LAST_WORDS_S = 0.2
 """Seconds to wait, when the process or its link has ended, for the other: the messages before and the exit status."""
 
 
+@dataclass(frozen=True)
+class StartedWorker:
+    """A worker's process, and our end of its link. The process ends when that is closed."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+
+def start_process() -> StartedWorker:
+    """Starts a worker, which loads torch, and then waits for what to load at its end of the link."""
+    ours, theirs = socket.socketpair()
+    command = (sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path))
+    # A session of its own: Ctrl-C is for the front end, which lets the worker finish.
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+    )
+    theirs.close()
+    return StartedWorker(process, ours)
+
+
 class WorkerProcess:
     """A worker from its start to its end.
 
     Args:
+        started: Its process.
         on_message: Called with each message of it.
         on_end: Called once, with the reason, when it is no more: it ended, closed its link, or was killed here.
     """
 
-    def __init__(self, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, started: StartedWorker, on_message: Callable[[Message], None], on_end: Callable[[str], None]
+    ) -> None:
         self._on_message = on_message
         self._on_end = on_end
         self._has_ended = False
-        ours, theirs = socket.socketpair()
-        command = (sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path))
-        # A session of its own: Ctrl-C is for the front end, which lets the worker finish.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
-        )
-        theirs.close()
-        self._socket = ours
+        self._process, self._socket = started.process, started.socket
         self._pidfd = os.pidfd_open(self._process.pid)
         self._exited = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None

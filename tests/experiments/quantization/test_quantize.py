@@ -18,12 +18,14 @@ from experiments.sweep.runner import CACHE
 from tests.experiments.conftest import Run
 from tests.experiments.reporting.recorded import everything
 from tests.tsched.conftest import TEXT, checkpoint
+from tmodel.quantizers import METHODS as LIBRARY
 
 __all__ = ["checkpoint"]
 
 METHODS = {
     "rtn": (4, 32), "gptq": (4, 32), "awq": (4, 32), "squeezellm": (4, -1), "smoothquant": (8, -1), "fp8": (8, -1),
 }  # fmt: skip
+RTN = ("--method", "rtn", "--bits", 4, "--group-size", 32)
 
 
 def tk(*arguments: Any) -> Result:
@@ -59,7 +61,8 @@ def text(tmp_path: Path) -> Path:
 def test_quantize_then_eval_then_generate(method: str, dense: Path, text: Path, tmp_path: Path) -> None:
     bits, group_size = METHODS[method]
     out = tmp_path / "out"
-    options = ["--method", method, "--bits", bits, "--calibration", text, "--window", 32]
+    calibration = ["--calibration", text, "--window", 32] if LIBRARY[method].walk != "none" else []
+    options = ["--method", method, "--bits", bits, *calibration]
     done = tk("quantize", dense, out, *options, *(["--group-size", group_size] if group_size != -1 else []))
     assert done.exit_code == 0, done.output
     assert f"{method}, {bits} bits" in done.stdout
@@ -70,6 +73,9 @@ def test_quantize_then_eval_then_generate(method: str, dense: Path, text: Path, 
     found = json.loads(done.stdout)
     assert 0 < found["kl"] < 0.5
     assert 0.5 < found["top1_agreement"] <= 1
+    done = tk("eval", "--model", dense, "--reference", out, "--text", text, "--window", 32)
+    assert done.exit_code == 2
+    assert f"--reference {out}: is quantized, by " in done.stderr
 
     done = tk("generate", "--model", out, "--prompt", "def scan(", "--max-tokens", 4, "--ignore-eos")
     assert done.exit_code == 0, done.output
@@ -130,6 +136,8 @@ def test_what_cannot_be_quantized_is_refused_before_anything_is_written(
             "none: no such file",
         ),
         (tmp_path / "nowhere", ("--method", "rtn", "--bits", 4), "there is no directory"),
+        (dense, (*RTN, "--calibration", text), f"--calibration {text}: rtn looks at no text"),
+        (dense, (*RTN, "--window", 32), "--window 32: rtn looks at no text"),
         (dense, ("--method", "gptq", "--bits", 4, "--option", "damping"), "--option damping: must be name=value"),
         (dense, ("--method", "gptq", "--bits", 4, "--option", "search=1"), "gptq's options: search: "),
         (dense, ("--method", "gptq", "--bits", 4, "--option", "serch=true"), "did you mean 'search'"),

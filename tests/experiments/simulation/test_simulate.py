@@ -151,6 +151,7 @@ def test_rate_and_speedup_say_the_same() -> None:
         (["--policy", "radiks"], "--policy radiks: there is "),
         (["--gpu", "H10"], "did you mean 'H100'"),
         (["--model", "Qwen3-4"], "did you mean 'Qwen3-4B'"),
+        (["--model", ""], "--model : there is tiny"),
         (["--order", "lifo"], "order must be one of 'fcfs', 'priority', got 'lifo'"),
         (["--preemption", "drop"], "preemption must be one of 'recompute', 'swap', got 'drop'"),
         (["--pool-blocks", "10,x"], "--pool-blocks x: there is whole numbers from 1, or unbounded"),

@@ -107,7 +107,9 @@ def test_another_scheme_is_refused(tmp_path: Path, changes: dict[str, Any], mess
     ("value", "message"),
     [
         (None, "'model.layers.1.self_attn.k_scale' is missing"),
-        (torch.tensor([0.0]), "'model.layers.1.self_attn.k_scale' is 0.0; a scale must be above 0"),
+        (torch.tensor([0.0]), "'model.layers.1.self_attn.k_scale' is 0; what is cached is divided by it"),
+        (torch.tensor([-1.0]), "'model.layers.1.self_attn.k_scale' is -1; what is cached is divided by it"),
+        (torch.tensor([1e-45]), "'model.layers.1.self_attn.k_scale' is 1.4013e-45; what is cached is divided by it"),
         (torch.tensor([torch.nan]), r"'model.layers.1.self_attn.k_scale' has a NaN at \[0\]"),
         (
             torch.tensor([1.0, 1.0]),

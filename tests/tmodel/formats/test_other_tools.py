@@ -218,7 +218,13 @@ COMPRESSED_4 = settings(Kind("compressed-tensors", 4, 32))
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes': bitsandbytes .* dequantize\\(\\)"),
         ({"load_in_8bit": True}, "'bitsandbytes': bitsandbytes .* is not read"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4': MXFP4.* Mxfp4Config\\(dequantize=True\\), then `tk"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt': format 'nvfp4' is not supported: NVFP4"),
+        ({"quant_method": "BitsAndBytes", "load_in_4bit": True}, "'BitsAndBytes': bitsandbytes .* is not read"),
+        ({"quant_method": "bitsandbytes_8bit"}, "'bitsandbytes_8bit': bitsandbytes .* is not read"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt': quant_algo 'NVFP4' is not supported: NVFP4"),
+        (
+            {**COMPRESSED_4, "format": "mixed-precision", "config_groups": {"fp4": {"format": "nvfp4-pack-quantized"}}},
+            "config_groups.fp4.format 'nvfp4-pack-quantized' is not supported: NVFP4",
+        ),
         ({**COMPRESSED_4, "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized' is not supported: NVFP4, 4-bit"),
         ({**COMPRESSED_4, "format": "mxfp4-pack-quantized"}, "'mxfp4-pack-quantized' is not supported: MXFP4, 4-bit"),
     ],
@@ -234,7 +240,7 @@ def test_a_format_that_is_not_read_is_refused_by_name(
 def test_modelopt_s_own_file_is_read_where_config_json_says_nothing(write_checkpoint: WriteCheckpoint) -> None:
     directory = write_checkpoint({}, **SHAPE)
     (directory / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: .*'modelopt': format 'nvfp4' is not supported"):
+    with pytest.raises(ConfigError, match=r"hf_quant_config\.json: .*'modelopt': quant_algo 'NVFP4' is not supported"):
         load_config(directory)
 
 

@@ -117,7 +117,10 @@ class NeoX:
         ]
         self.head = reader.linear(head_shape(config))
         self.rotation = rope(config).tables(
-            config.max_position_embeddings, dtype=checkpoint.dtype, device=checkpoint.device
+            config.max_position_embeddings,
+            kernels.greatest("qk_norm_rope_scatter", "L"),
+            dtype=checkpoint.dtype,
+            device=checkpoint.device,
         )
         self.prepare_report = reader.report
 

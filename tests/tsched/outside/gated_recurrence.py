@@ -118,7 +118,7 @@ def recur(q: Any, k: Any, v: Any, decay: Any, batch: Batch, states: torch.Tensor
 class Recurrence:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, kernels: KernelSet) -> None:
         self.config, self.kernels = config, kernels
-        reader, length = LinearReader(checkpoint, kernels, config.quantization), config.max_position_embeddings
+        reader = LinearReader(checkpoint, kernels, config.quantization)
         self.embedding, *self.norms = (checkpoint.tensor(*one) for one in around(config).items())
         self.layers = [
             attention(config).build(name, Feed(name), checkpoint, reader) if attends(config.fields, layer)
@@ -126,7 +126,8 @@ class Recurrence:
             for layer, name in enumerate(f"model.layers.{layer}.mixer" for layer in range(config.num_layers))
         ]  # fmt: skip
         self.head = reader.linear(linears(config)[-1])
-        self.rotation = attention(config).rope.tables(length, dtype=checkpoint.dtype, device=checkpoint.device)
+        lengths = config.max_position_embeddings, kernels.greatest("qk_norm_rope_scatter", "L")
+        self.rotation = attention(config).rope.tables(*lengths, dtype=checkpoint.dtype, device=checkpoint.device)
         self.prepare_report = reader.report
 
     @property

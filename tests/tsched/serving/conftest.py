@@ -16,10 +16,12 @@ import pytest
 from fastapi import FastAPI
 
 from tsched.serving.app import create_api_server
-from tsched.serving.http import make_server, open_socket
+from tsched.serving.http import make_server
+from tsched.serving.listening import open_socket
 
 OPTIONS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "block_size": 4, "kv_cache_bytes": 1 << 20}
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{{ '!' if loud }}{% endif %}"
 
 
 class RunningServer:

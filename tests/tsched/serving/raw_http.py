@@ -29,9 +29,14 @@ class Answer:
     seconds: tuple[float, float] = (0.0, 0.0)
 
     @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
     def events(self) -> list[Any]:
-        """What a stream's events hold, without the [DONE] that `is_done` tells of."""
-        lines = [one.removeprefix("data: ") for one in self.body.decode().split("\n\n") if one.startswith("data: ")]
+        """What a stream's whole events hold, without the [DONE] that `is_done` tells of."""
+        lines = self.body.rpartition(b"\n\n")[0].decode().split("\n\n")
+        lines = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         return [json.loads(line) for line in lines if line != "[DONE]"]
 
     @property
@@ -49,7 +54,7 @@ class Answer:
         """The error that the answer or the stream's last event is; None where it is none."""
         if self.status == 200 and b'"error"' not in self.body:
             return None
-        found = self.events[-1] if self.body.startswith(b"data: ") else json.loads(self.body)
+        found = self.events[-1] if self.body.startswith(b"data: ") else self.json
         return found.get("error")
 
 

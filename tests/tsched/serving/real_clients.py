@@ -16,7 +16,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,15 @@ def run_lm_eval(served: Served, python: Path) -> list[str]:
         return [f"it failed:\n{done.stderr[-2000:]}"]
     samples = max(out.rglob("samples_continue_line_*.jsonl"), key=lambda file: file.stat().st_mtime)
     documents = [json.loads(line) for line in samples.read_text().splitlines()]
-    score = score_by_transformers(served.directory)
+    line, faults = compare_documents(documents, score_by_transformers(served.directory))
+    print(line)
+    return faults
+
+
+def compare_documents(
+    documents: Sequence[Any], score: Callable[[str, str], tuple[float, bool]]
+) -> tuple[str, list[str]]:
+    """What lm-eval logged beside another's scores: (a line, what differs)."""
     largest, unlike, right = 0.0, 0, 0
     for document in documents:
         pairs = [(one["arg_0"], one["arg_1"]) for one in document["arguments"].values()]
@@ -125,13 +133,13 @@ def run_lm_eval(served: Served, python: Path) -> list[str]:
         best = max(range(len(ours)), key=lambda place: ours[place][0])
         right += best == int(document["target"])
     accuracy = sum(document["acc"] for document in documents) / len(documents)
-    print(
+    line = (
         f"lm-eval: {len(documents)} documents, accuracy {accuracy:.3f} (transformers' {right / len(documents):.3f}), "
         f"largest difference of a log-likelihood {largest:.1e}, {unlike} of its greedy flags differ"
     )
     faults = [] if largest <= LARGEST_DIFFERENCE else [f"a log-likelihood differs by {largest:.1e}"]
     faults += [f"{unlike} greedy flags differ"] if unlike else []
-    return faults + ([] if accuracy == right / len(documents) else ["the accuracy is not transformers'"])
+    return line, faults + ([] if accuracy == right / len(documents) else ["the accuracy is not transformers'"])
 
 
 def write_task(folder: Path) -> None:

@@ -43,10 +43,10 @@ def draw_prompts(count: int) -> list[str]:
 
 
 def draw_body(drawn: random.Random, prompts: Sequence[str]) -> Body:
-    """A request for one or several completions."""
+    """A request for one or several completions, of one or several prompts."""
     body: Body = {
         "model": "served",
-        "prompt": drawn.choice(prompts),
+        "prompt": drawn.choice(prompts) if drawn.random() < 0.7 else drawn.sample(prompts, drawn.randint(2, 4)),
         "max_tokens": drawn.randint(1, MAX_TOKENS),
         "temperature": drawn.choice([0.0, 0.5, 1.0, 2.0]),
         "seed": drawn.randint(0, 2**31),
@@ -124,6 +124,10 @@ def _find_logprob_difference(one: Any, other: Any) -> str | None:
     return f"log-probabilities {far[0]}" if far else None
 
 
+def prompts_of(body: Body) -> list[str]:
+    return [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+
+
 def to_sampling(body: Body) -> SamplingParams:
     return SamplingParams(**{name: value for name, value in body.items() if name not in ("model", "prompt")})
 
@@ -160,7 +164,9 @@ async def compare(served: Served, num_prompts: int, num_streams: int, at_once: i
     params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     offline = [one.outputs[0].text for one in llm.generate(prompts[:num_prompts], params)]
     theirs = continue_greedily(served.directory, prompts[:num_prompts])
-    ours = llm.generate([body["prompt"] for body in bodies], [to_sampling(body) for body in bodies])
+    pairs = [(prompt, to_sampling(body)) for body in bodies for prompt in prompts_of(body)]
+    every = iter(llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs]))
+    ours = [[one for _ in prompts_of(body) for one in next(every).outputs] for body in bodies]
     faults = [
         f"prompt {index}: {one!r} over HTTP, {other!r} by {name}"
         for name, texts in (("LLM.generate", offline), ("transformers", theirs))
@@ -174,10 +180,9 @@ async def compare(served: Served, num_prompts: int, num_streams: int, at_once: i
         (body, said) for body, *two in zip(bodies, whole, streamed, strict=True) if (said := find_difference(*two))
     ]
     apart = [
-        (body, f"{[c['text'] for c in one['choices']]} over HTTP, {[c.text for c in output.outputs]} by LLM.generate")
-        for body, one, output in zip(bodies, whole, ours, strict=True)
-        if [(c["text"], c["finish_reason"]) for c in one["choices"]]
-        != [(c.text, c.finish_reason) for c in output.outputs]
+        (body, f"{[c['text'] for c in one['choices']]} over HTTP, {[c.text for c in outputs]} by LLM.generate")
+        for body, one, outputs in zip(bodies, whole, ours, strict=True)
+        if [(c["text"], c["finish_reason"]) for c in one["choices"]] != [(c.text, c.finish_reason) for c in outputs]
     ]
     print(f"{num_streams} drawn streams: {len(different)} differ from their whole form, {len(apart)} from LLM.generate")
     faults += [f"{body}: {said}" for body, said in different + apart]

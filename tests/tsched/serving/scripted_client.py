@@ -14,6 +14,7 @@ from tsched.serving.engine_client import (
     EngineUnavailableError,
     KernelSwap,
     ModelFacts,
+    RequestTimes,
     SampleDelta,
     State,
     StatsSnapshot,
@@ -31,6 +32,7 @@ class ScriptedClient:
         holds_after: Tokens after which every stream waits for `may_go_on`.
         fails_after: Tokens after which every stream fails.
         width: Times that each token's text is repeated.
+        num_unread: Numbers that wait in every stream.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class ScriptedClient:
         holds_after: int | None = None,
         fails_after: int | None = None,
         width: int = 1,
+        num_unread: int = 0,
     ) -> None:
         self.state: State = "loading"
+        self.num_unread = num_unread
         self.pace, self.first, self.fails_after, self.width = pace, first, fails_after, width
         self.holds_after, self.may_go_on = holds_after, asyncio.Event()
         self.may_load = asyncio.Event()
@@ -63,12 +67,14 @@ class ScriptedClient:
         await self.may_load.wait()
         self.state = "ready"
 
-    def submit(self, request: EngineRequest) -> ScriptedStream:
+    def check_open(self) -> None:
         if self.state == "restarting":
             raise EngineUnavailableError("the engine is being started again", 3.0)
-        self.submitted.append(request)
-        self.running.add(request.request_id)
-        return ScriptedStream(self, request)
+
+    def submit(self, *requests: EngineRequest) -> list[ScriptedStream]:
+        self.submitted += requests
+        self.running |= {one.request_id for one in requests}
+        return [ScriptedStream(self, one) for one in requests]
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -82,15 +88,13 @@ class ScriptedClient:
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
         return KernelSwap(0, dict.fromkeys(choices, "torch"))
 
-    async def drain(self) -> None:
-        self.state = "draining"
-
     async def close(self) -> None:
         self.state = "draining"
 
 
 class ScriptedStream:
     def __init__(self, client: ScriptedClient, request: EngineRequest) -> None:
+        self.may_start_over = False
         self._client, self._request, self._num_out, self._is_over = client, request, 0, False
 
     def __aiter__(self) -> ScriptedStream:
@@ -118,7 +122,12 @@ class ScriptedStream:
         prompt = None
         if sampling.get("prompt_logprobs") is not None and self._num_out <= 1:
             prompt = [None, *(TokenScores([one], [-1.0]) for one in self._request.prompt_token_ids[1:])]
-        return Delta(samples, self._is_over, prompt_logprobs=prompt)
+        times = RequestTimes(0.0, 0.0, 0.0) if self._is_over else None
+        return Delta(samples, self._is_over, prompt_logprobs=prompt, times=times)
+
+    @property
+    def num_unread(self) -> int:
+        return self._client.num_unread
 
     async def aclose(self) -> None:
         if self._request.request_id in self._client.running:

@@ -5,7 +5,6 @@ The model's name is a folder, in which it counts its lives.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
@@ -14,11 +13,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from tsched.serving.link import encode_message
 
-SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT = range(1, 8)
+SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE, MUMBLE_ONCE = range(1, 10)
 """Prompts of one token: say one token and no more; say nothing in the first life; fail; step no more; two tokens and
-the end; send what is no message; say nothing in any life.
+the end; send what is no message; say nothing in any life; say one token and no more in the first life; the same
+without text.
 """
 
 FACTS: dict[str, Any] = {
@@ -44,7 +46,7 @@ class ScriptedWorker:
         if len(head) < 4:
             os._exit(0)
         body = self.link.recv(struct.unpack("!I", head)[0], socket.MSG_WAITALL)
-        return json.loads(body)
+        return dict(msgpack.unpackb(body))
 
     def send(self, kind: str, **rest: Any) -> None:
         self.link.sendall(encode_message({"kind": kind, **rest}))
@@ -66,6 +68,8 @@ class ScriptedWorker:
             os.kill(os.getpid(), 9)
         self.kernels = load["options"].get("kernels") or {}
         self.counts["arm"] = self.kernels
+        if "crashing" in self.kernels.values():
+            os.kill(os.getpid(), 9)
         self.send("ready", facts={"name": load["name"], **FACTS}, stats=self.counts)
         while True:
             if select.select([self.link], [], [], 0.02)[0]:
@@ -77,10 +81,13 @@ class ScriptedWorker:
             self.kernels = self.counts["arm"] = self.kernels | message["choices"]
             self.send("swapped", id=message["id"], first_step=3, arm=self.kernels, kernels=self.kernels)
         if message["kind"] == "abort":
-            self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None]))
+            self.news((message["id"], [[[0, [], "", None, "abort", None]], True, None, None, None, None, None]))
         if message["kind"] != "submit":
             return
-        name, (token,) = message["request"]["request_id"], message["request"]["prompt_token_ids"]
+        for request in message["requests"]:
+            self.serve(request["request_id"], *request["prompt_token_ids"])
+
+    def serve(self, name: str, token: int) -> None:
         if token == RAISE:
             self.send("failed", reason="the engine failed: RuntimeError: planted")
             os._exit(1)
@@ -88,11 +95,13 @@ class ScriptedWorker:
             self.link.sendall(struct.pack("!I", 2**31))
             time.sleep(60)
         self.is_hanging |= token == HANG
-        if token == SPEAK_AND_WAIT:
-            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None]))
-        if token == ANSWER or (token == SILENT_ONCE and self.life > 0):
-            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None]))
-            self.news((name, [[[0, [8], "b", None, "stop", None]], True, None, None, None, [0.0, 0.1, 0.2]]))
+        if token == SPEAK_AND_WAIT or (token == SPEAK_ONCE and self.life == 0):
+            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
+        if token == MUMBLE_ONCE and self.life == 0:
+            self.news((name, [[[0, [7], "", None, None, None]], False, None, None, None, None, None]))
+        if token == ANSWER or (token in (SILENT_ONCE, SPEAK_ONCE, MUMBLE_ONCE) and self.life > 0):
+            self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
+            self.news((name, [[[0, [8], "b", None, "stop", None]], True, None, None, None, [0.0, 0.1, 0.2], None]))
 
 
 def main(descriptor: int) -> None:

@@ -96,6 +96,17 @@ def test_drawn_requests_have_one_text_whole_streamed_and_offline(server: Running
                 assert one["logprobs"] == pytest.approx(own, abs=1e-5)
 
 
+def test_the_prompts_of_a_request_begin_in_one_step(server: RunningServer, llm: LLM) -> None:
+    """At this temperature a batch that rounds apart draws apart."""
+    sampling = {"temperature": 2.0, "n": 2, "seed": 1, "max_tokens": 8}
+    body = {"model": "random", "prompt": [[1, 2], [3]], **sampling}
+    outputs = [one.text for request in generate(llm, [[1, 2], [3]], **sampling) for one in request.outputs]
+    for _ in range(8):
+        assert [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]] == outputs
+        streamed = joined(server.post("/v1/completions", body | {"stream": True}).events, 4)
+        assert [one["text"] for one in streamed] == outputs
+
+
 def test_no_character_of_a_text_ends_its_event_for_clients_that_read_lines() -> None:
     event = {"text": "".join(map(chr, (0x0B, 0x1E, 0x85, 0x2028, 0x2029, 0x1F40D)))}
     line, *rest = frame(event).decode().splitlines()
@@ -204,35 +215,39 @@ def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tok
     assert server.get("/load").json["in_flight"] == 0
 
 
-VARIED: list[dict[str, Any]] = [
-    {"logit_bias": {"260": 100.0}},
-    {"allowed_token_ids": [5, 6, 7]},
-    {"bad_words": [">", [7, 8]]},
-    {"top_k": 1},
-    {"top_k": 2, "min_p": 0.3},
-    {"min_tokens": 12, "stop_token_ids": [33, 34, 35]},
-    {"ignore_eos": True, "frequency_penalty": 2.0},
-    {"repetition_penalty": 3.0, "top_p": 0.5},
-    {"presence_penalty": -2.0},
-    {"stop": ["H"], "include_stop_str_in_output": True},
-    {"skip_special_tokens": False, "include_stop_str_in_output": True, "logit_bias": {"0": 100.0}},
-    {"n": 3},
-    {"truncate_prompt_tokens": 3},
-]
+def test_a_conversation_is_tokenized_as_its_chat_is(server: RunningServer, tokenizer: Tokenizer) -> None:
+    """Each of vLLM's fields has its effect, or is refused by name."""
 
+    def tokenize(**asked: Any) -> Any:
+        answer = server.post("/tokenize", asked)
+        assert answer.status == 200, answer.body
+        return answer.json
 
-@pytest.mark.parametrize("varied", VARIED, ids=lambda one: "+".join(one))
-def test_each_sampling_parameter_has_the_engines_effect(
-    varied: dict[str, Any], server: RunningServer, llm: LLM
-) -> None:
-    sampling = {"temperature": 1.3, "seed": 11, "max_tokens": 12}
-    body = {"model": "random", "prompt": PROMPTS[0], **sampling}
-    biases = varied.get("logit_bias")
-    own = varied if biases is None else varied | {"logit_bias": {int(one): bias for one, bias in biases.items()}}
-    (expected,) = generate(llm, [PROMPTS[0]], **sampling, **own)
-    found = [choice["text"] for choice in server.post("/v1/completions", body | varied).json["choices"]]
-    assert found == [one.text for one in expected.outputs]
-    assert found != [choice["text"] for choice in server.post("/v1/completions", body).json["choices"]]
+    turns = [{"role": "user", "content": "def"}, {"role": "assistant", "content": "x"}]
+    plain = tokenize(model="random", messages=turns)
+    assert plain["tokens"] == tokenizer.encode("<user>def<assistant>x<assistant>", add_special_tokens=False).ids
+    assert (plain["count"], plain["max_model_len"], plain["token_strs"]) == (len(plain["tokens"]), 128, None)
+    usage = server.post("/v1/chat/completions", {"model": "random", "messages": turns, "max_tokens": 1}).json["usage"]
+    assert usage["prompt_tokens"] == plain["count"]
+    unprompted = tokenize(messages=turns, add_generation_prompt=False)["tokens"]
+    assert unprompted == plain["tokens"][: len(unprompted)] != plain["tokens"]
+    open_end = tokenize(messages=turns, add_generation_prompt=False, continue_final_message=True)["tokens"]
+    assert open_end == unprompted  # this template ends no message
+    named = tokenize(prompt="'ünï", return_token_strs=True)
+    assert [tokenizer.token_to_id(one) for one in named["token_strs"]] == named["tokens"]
+    for asked, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": turns}, "messages"),
+        ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"messages": turns, "chat_template": "{{ messages }}"}, "chat_template"),
+        ({"messages": turns, "chat_template_kwargs": {"x": 1}}, "chat_template_kwargs"),
+        ({"messages": turns, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": turns, "tools": []}, "tools"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a" * 100_000}]}, "messages"),
+    ):
+        answer = server.post("/tokenize", asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
 def test_what_stopped_a_choice_is_said(server: RunningServer, llm: LLM) -> None:
@@ -281,9 +296,25 @@ def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
     assert {one.name for one in fields(SamplingParams)} - CompletionRequest.model_fields.keys() == otherwise.keys()
 
 
-def test_what_is_taken_without_effect_has_none(server: RunningServer) -> None:
-    body = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 4, "temperature": 0}
-    plain = server.post("/v1/chat/completions", body).json["choices"]
-    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "s",
-             "parallel_tool_calls": True, "tool_choice": "none", "modalities": ["text"]}  # fmt: skip
-    assert server.post("/v1/chat/completions", body | extra).json["choices"] == plain
+@pytest.mark.parametrize(
+    ("asked", "param", "begins"),
+    [
+        ({"structured_outputs": {"grammar": 'start: "a" start'}}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "bad_words": ["b"]}, "structured_outputs", True),
+        ({"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [5]}, "structured_outputs", False),
+        ({"response_format": {"type": "json_object"}, "allowed_token_ids": [5]}, "response_format", False),
+    ],
+)
+def test_a_form_that_the_request_itself_makes_impossible_is_no_fault_of_the_server(
+    asked: dict[str, Any], param: str, begins: bool, server: RunningServer
+) -> None:
+    """Clients would send it again after 500."""
+    body = {"model": "random", "prompt": "def", "max_tokens": 20, "temperature": 0, **asked}
+    code = "unsatisfiable" if begins else "invalid_value"
+    whole = server.post("/v1/completions", body)
+    assert (whole.status, whole.error["code"], whole.error["param"]) == (400, code, param), whole.body
+    streamed = server.post("/v1/completions", body | {"stream": True})
+    last = streamed.body.decode().strip().split("\n\n")[-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert streamed.status == 400 or (begins and streamed.status == 200)
+    assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")

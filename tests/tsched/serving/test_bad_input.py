@@ -4,12 +4,9 @@ import gzip
 import json
 import socket
 import time
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
-from openai.types import completion_create_params as completion_params
-from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 
 from tests.tsched.serving.conftest import RunningServer
@@ -21,6 +18,7 @@ TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "conten
 JSON = {"content-type": "application/json"}
 IMAGE = [{"type": "image_url", "image_url": {"url": "data:"}}]
 TOO_MANY = [[5]] * 129
+TALK_ONLY = {"max_completion_tokens": -1}
 
 
 def schema(definition: Any) -> dict[str, Any]:
@@ -100,6 +98,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, talk(refusal="no"), "invalid_value", "messages"),
     (TALK, talk(content="word " * 9999), "context_length_exceeded", "messages"),
     (TALK, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
+    (TALK, {"chat_template_kwargs": {"messages": "a"}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"tools": None}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"add_generation_prompt": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"chat_template_kwargs": {"enable_thinking": False}}, "invalid_value", "chat_template_kwargs"),
+    (TALK, {"continue_final_message": True}, "invalid_value", "continue_final_message"),
+    (TEXT, {"min_tokens": 1, "structured_outputs": {"regex": "a"}}, "invalid_value", "min_tokens"),
     (TALK, {"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     (TALK, {"logprobs": 2}, "invalid_value", "logprobs"),
     (TALK, {"logprobs": True, "top_logprobs": 21}, "invalid_value", "top_logprobs"),
@@ -108,6 +112,12 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, schema({"type": "wizard"}), "invalid_value", "response_format"),
     (TALK, schema(deep(100)), "invalid_value", "response_format"),
     (TALK, schema({"type": "string", "pattern": "("}), "invalid_value", "response_format"),
+    (TALK, schema({"$ref": "#"}), "invalid_value", "response_format"),
+    (TEXT, {"structured_outputs": {"json": {"$ref": "#"}}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"regex": "[^\\s\\S]"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"structured_outputs": {"grammar": "start: start"}}, "invalid_value", "structured_outputs"),
+    (TEXT, {"allowed_token_ids": [7], "bad_words": [[7]]}, "invalid_value", "allowed_token_ids"),
+    (TEXT, {"allowed_token_ids": [7, 0], "stop_token_ids": [7], "min_tokens": 1}, "invalid_value", "allowed_token_ids"),
     (TALK, schema({"enum": ["a" * 10**6]}), "invalid_value", "response_format"),
     (TEXT, {"structured_outputs": {"regex": "("}}, "invalid_value", "structured_outputs"),
     (TEXT, {"structured_outputs": {"regexp": "a"}}, "invalid_value", "structured_outputs"),
@@ -118,6 +128,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, {"modalities": ["text", "audio"]}, "invalid_value", "modalities"),
     (TALK, {"service_tier": "flex"}, "invalid_value", "service_tier"),
     (TALK, {"store": True}, "invalid_value", "store"),
+    (TALK, {"store": 0}, "invalid_value", "store"),
+    (TALK, {"store": 0.0}, "invalid_value", "store"),
 ]  # fmt: skip
 
 
@@ -139,12 +151,38 @@ def _nothing_is_made(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_wrong_field_is_named(
     base: dict[str, Any], changes: dict[str, Any], code: str, param: str, server: RunningServer
 ) -> None:
+    """And before it is tokenized."""
     path = "/v1/completions" if base is TEXT else "/v1/chat/completions"
-    answer = server.post(path, base | changes)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(server.front.codec, "encode", fail)
+        patched.setattr(server.front.chats, "_encode", fail)
+        answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
     assert len(answer.body) <= 4096
     assert set(answer.error) == {"message", "type", "param", "code"}
+
+
+def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: RunningServer) -> None:
+    for asked, param, says in (
+        ({"prompt": [[5]] * 40}, "prompt", "40 completions in work, and the server takes 32: 40 prompts with n = 1"),
+        ({"prompt": [[5]] * 20, "n": 2}, "prompt", "20 prompts with n = 2"),
+        ({"prompt": [[5]] * 2, "n": 20}, "n", "2 prompts with n = 20"),
+        ({"n": 40}, "n", "asks for 40 completions in work, and the server takes 32"),
+        ({"n": 129}, "n", "n must be from 1 to 128, got 129"),
+        ({"prompt": TOO_MANY}, "prompt", "at most 128 items"),
+        ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 0"),
+        ({"max_tokens": None} | TALK_ONLY, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        ({"prompt": [5] * 129}, "prompt", "the model takes 128 tokens; prompt has 129"),
+        ({"prompt": [5] * 120, "max_tokens": 9}, "prompt", "takes 128 tokens; the request has 120 of prompt and 9 of"),
+        ({"prompt": "a" * 9999}, "prompt", "the model takes 128 tokens, and a text of 9999 characters has more"),
+    ):
+        is_talk = TALK_ONLY.items() <= asked.items()
+        path, base = ("/v1/chat/completions", TALK) if is_talk else ("/v1/completions", TEXT)
+        answer = server.post(path, base | asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert says in answer.error["message"]
 
 
 def test_a_missing_field_is_named(server: RunningServer) -> None:
@@ -237,10 +275,11 @@ def test_what_is_no_http_has_an_answer_too(sent: bytes, status: bytes, server: R
     assert b'{"error": {"message"' in received
 
 
-def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise AssertionError("tokenized")
+def fail(*_: Any, **__: Any) -> Any:
+    raise AssertionError("tokenized")
 
+
+def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.front.codec, "encode", fail)
     for path, body in (
         ("/v1/completions", TEXT | {"prompt": "a" * 100_000}),
@@ -252,18 +291,23 @@ def test_a_text_too_long_is_not_tokenized(server: RunningServer, monkeypatch: py
         assert server.post(path, body).status in (400, 404)
 
 
-def openai_fields(*kinds: Any) -> set[str]:
-    return {name for kind in kinds for name in get_type_hints(kind)}
-
-
-def test_every_field_of_openais_own_classes_is_known() -> None:
-    """Each is on the wire: with an effect (tests elsewhere), in the page's list of those without, or as unsupported."""
-    text = openai_fields(
-        completion_params.CompletionCreateParamsNonStreaming, completion_params.CompletionCreateParamsStreaming
-    )
-    talk = openai_fields(chat_params.CompletionCreateParamsNonStreaming, chat_params.CompletionCreateParamsStreaming)
-    assert text - CompletionRequest.model_fields.keys() == set()
-    assert talk - ChatRequest.model_fields.keys() == set()
+@pytest.mark.parametrize("form", ["json", "regex", "grammar", "choice", "response_format"])
+@pytest.mark.parametrize("fault", ["deep", "repeated", "long"])
+def test_a_form_that_no_server_should_compile_is_refused_unread(form: str, fault: str, server: RunningServer) -> None:
+    long = "a" * 10**6
+    forms: dict[str, dict[str, Any]] = {
+        "deep": {"json": deep(300)},
+        "repeated": {"json": {"items": {"pattern": "(a+)+$"}}, "regex": "(a+)+$", "grammar": "start: /(a+)+$/"},
+        "long": {"json": {"const": long}, "regex": long, "grammar": f'start: "{long}"', "choice": [long]},
+    }
+    if form == "response_format" or form in forms[fault]:
+        asked = {"structured_outputs": {form: forms[fault].get(form)}}
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(server.front, "read_form", fail)
+            answer = server.post("/v1/completions", TEXT | (schema(forms[fault]["json"]) if "_" in form else asked))
+        assert (answer.status, answer.error["code"]) == (400, "invalid_value"), answer.body
+        assert answer.error["param"] == ("response_format" if "_" in form else "structured_outputs")
+        assert len(answer.body) < 1000
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
@@ -282,14 +326,6 @@ def test_a_refusal_stays_short_however_much_is_wrong(server: RunningServer) -> N
         answer = server.post("/v1/completions", TEXT | wrong)
         assert answer.status in (400, 404)
         assert len(answer.body) <= 4096
-
-
-def test_the_page_lists_what_is_taken_without_effect() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
-    listed = page[page.index("Without effect") :].partition("\n\n")[0]
-    for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"):
-        assert f"`{name}" in listed
-        assert name in ChatRequest.model_fields
 
 
 @pytest.mark.parametrize(

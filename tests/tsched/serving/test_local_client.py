@@ -35,15 +35,16 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         await client.start()
         assert client.state == "ready"
         assert (client.facts.name, client.facts.vocab_size) == (checkpoint.name, 300)
-        deltas = [delta async for delta in client.submit(request)]
+        (stream,) = client.submit(request)
+        deltas = [delta async for delta in stream]
         assert client.stats().num_output_tokens >= 12
         with pytest.raises(RequestRefusedError, match="out of vocabulary"):
-            await anext(client.submit(EngineRequest("b", [300], {})))
+            await anext(*client.submit(EngineRequest("b", [300], {})))
         json.dumps([asdict(client.stats()), asdict(client.facts), asdict(request)])
-        long = client.submit(EngineRequest("c", [5], {"max_tokens": 100, "ignore_eos": True}))
+        (long,) = client.submit(EngineRequest("c", [5], {"max_tokens": 100, "ignore_eos": True}))
         client.abort("c")
         assert [delta async for delta in long][-1].samples[0].finish_reason == "abort"
-        await client.drain()
+        await client.close()
         assert client.state == "draining"
         with pytest.raises(EngineUnavailableError, match="stopping"):
             client.submit(request)
@@ -67,6 +68,8 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         ({"temperatur": 1}, "temperatur", "temperature"),
         ({"top_p": 2.0}, "top_p", "at most 1"),
         ({"n": 0}, "n", "n must"),
+        ({"n": 2, "temperature": -1.0, "top_k": 3}, "temperature", "temperature must"),
+        ({"min_tokens": 2, "structured_outputs": {"regex": "a"}, "n": 1}, "min_tokens", "does not go with"),
     ],
 )
 def test_wrong_sampling_is_refused_by_the_fields_name(sampling: dict[str, float], param: str, message: str) -> None:

@@ -19,7 +19,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
-from tests.tsched.serving.scripted_worker import ANSWER, RAISE, SILENT_ONCE, SPEAK_AND_WAIT
+from tests.tsched.serving.scripted_worker import ANSWER, MUMBLE_ONCE, RAISE, SILENT_ONCE, SPEAK_AND_WAIT, SPEAK_ONCE
+from tests.tsched.serving.test_operations import TEXT, Start, at_rest, open_request, start, wait_for  # noqa: F401
 from tsched.serving import metrics as metrics_room
 from tsched.serving import supervisor, worker_process
 from tsched.serving.app import create_app
@@ -129,32 +130,37 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runnin
 def test_a_kill_is_an_error_frame_and_is_counted(scripted: RunningServer) -> None:
     answers: dict[str, Any] = {}
 
-    def stream(name: str, token: int) -> threading.Thread:
-        thread = threading.Thread(target=lambda: answers.update({name: ask(scripted, [token], stream=True)}))
+    def begin(name: str, token: int, stream: bool = True) -> threading.Thread:
+        thread = threading.Thread(target=lambda: answers.update({name: ask(scripted, [token], stream=stream)}))
         thread.start()
         return thread
 
-    threads = [stream("spoke", SPEAK_AND_WAIT), stream("silent", SILENT_ONCE)]
-    while total(scripted, "vllm:time_to_first_token_seconds_count") < 1:
+    threads = [begin("spoke", SPEAK_AND_WAIT), begin("silent", SILENT_ONCE), begin("mumbled", MUMBLE_ONCE)]
+    threads.append(begin("whole", SPEAK_ONCE, stream=False))
+    while total(scripted, "vllm:time_to_first_token_seconds_count") < 3:
         time.sleep(0.01)
-    while len(scripted.front.client._served) < 2:
+    while len(scripted.front.client._served) < 4:
         time.sleep(0.01)
     os.kill(scripted.front.client.worker_pid, signal.SIGKILL)
     for thread in threads:
         thread.join(20)
     assert b"[DONE]" not in answers["spoke"].body
     assert b"SIGKILL" in answers["spoke"].body.split(b"\n\n")[-2]
-    assert [event["choices"][0]["text"] for event in answers["silent"].events if event["choices"]] != []
+    for name in ("silent", "mumbled"):
+        assert "".join(event["choices"][0]["text"] for event in answers[name].events) == "ab"
+    whole = answers["whole"].json
+    assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("ab", 2), "it begins anew"
     assert ask(scripted, [RAISE]).error["message"] == "the engine failed: RuntimeError: planted"
     check_sums(scripted)
     assert total(scripted, "vllm:request_success_total", finished_reason="error") == 2
-    assert total(scripted, "vllm:request_success_total", finished_reason="stop") == 1
+    assert total(scripted, "vllm:request_success_total", finished_reason="stop") == 3
+    while total(scripted, "tkernels_worker_restarts_total") < 2:  # the failure is told before the process has ended
+        time.sleep(0.01)
     scripted.wait_until_ready()
-    assert total(scripted, "tkernels_worker_restarts_total") == 2
     assert ask(scripted, [ANSWER]).status == 200
     check_sums(scripted)
-    assert total(scripted, "vllm:request_queue_time_seconds_count") == 2
-    assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.4)
+    assert total(scripted, "vllm:request_queue_time_seconds_count") == 4
+    assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.8)
 
 
 def test_dashboards_find_vllms_names_and_all_of_its_buckets(server: RunningServer) -> None:
@@ -177,6 +183,39 @@ def test_histograms_have_all_buckets_of_vllms_and_finer_ones(tmp_path: Path) -> 
     for name, bounds in VLLM_BUCKETS.items():
         mine = {float(sample.labels["le"]) for sample in found if sample.name == f"vllm:{name}_bucket"}
         assert {float(bound) for bound in f"{bounds} {FINER.get(name, '')}".split()} <= mine, name
+
+
+LABELLED = {"request_success_total": "finished_reason", "admission_rejections_total": "reason"}
+
+
+def test_each_histogram_counts_a_request_once_and_the_plans_counters_have_their_labels(
+    start: Start,  # noqa: F811
+) -> None:
+    """Whole ones, a list of prompts with several completions, an abort and a refusal at the door."""
+    server, client = start(limits={"max_in_flight": 4})
+    assert server.post("/v1/completions", TEXT).status == 200
+    assert server.post("/v1/completions", TEXT | {"prompt": ["a", "b"], "n": 2}).status == 200
+    client.pace = 0.2
+    connection = open_request(server, TEXT | {"prompt": ["a", "b"], "n": 2, "max_tokens": 100})
+    wait_for(lambda: len(client.running) == 2)
+    assert server.post("/v1/completions", TEXT).status == 429
+    while total(server, "vllm:time_to_first_token_seconds_count") < 3:
+        time.sleep(0.005)
+    connection.close()
+    wait_for(lambda: at_rest(server))
+    counts = {name: total(server, f"vllm:{name}_count") for name in VLLM_BUCKETS if not name.startswith("iteration")}
+    once = ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens")
+    once += ("request_generation_tokens",)
+    assert {name: counts[name] for name in once} == dict.fromkeys(once, 3)
+    assert counts["request_time_per_output_token_seconds"] in (2, 3), "the third may have had its first tokens alone"
+    phases = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
+    assert {name: counts[name] for name in phases} == dict.fromkeys(phases, 2), "an engine has no times of an abort"
+    for name, label in LABELLED.items():
+        assert {label, "model_name", "engine"} == set(
+            next(s for s in samples(server) if s.name == f"vllm:{name}").labels
+        )
+    assert total(server, "vllm:request_success_total", finished_reason="abort") == 1
+    assert total(server, "vllm:admission_rejections_total", reason="in_flight") == 1
 
 
 def test_each_server_has_a_registry_of_its_own(server: RunningServer, tmp_path: Path) -> None:

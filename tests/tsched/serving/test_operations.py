@@ -1,12 +1,15 @@
 """What a server does when things go wrong: too much is asked, clients leave or stall, times are over, it is stopped."""
 
+import asyncio
 import json
 import logging
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +73,15 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-def open_request(server: RunningServer, body: Any, path: str = "/v1/completions") -> socket.socket:
+def open_request(
+    server: RunningServer, body: Any, path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+) -> socket.socket:
     data = json.dumps(body).encode()
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = "".join(
+        [head.removesuffix("\r\n"), *(f"{name}: {one}\r\n" for name, one in (headers or {}).items()), "\r\n"]
+    )
     connection.sendall(head.encode() + data)
     return connection
 
@@ -92,18 +100,27 @@ def test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, client = start(limits={"max_in_flight": 4}, holds_after=0)
-    encoded: list[str] = []
-    encode = server.front.codec.encode
-    monkeypatch.setattr(server.front.codec, "encode", lambda text, **o: encoded.append(text) or encode(text, **o))
+    encoded: list[Any] = []
+    for one in (server.front.codec, server.front.chats):  # the second renders, too
+
+        def encode(asked: Any, real: Callable[..., Any] = one.encode, **options: Any) -> Any:
+            encoded.append(asked)
+            return real(asked, **options)
+
+        monkeypatch.setattr(one, "encode", encode)
+    asked = [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)] * 8
     with ThreadPoolExecutor(16) as pool:
-        waiting = [pool.submit(server.post, "/v1/completions", TEXT) for _ in range(16)]
-        wait_for(lambda: sum(one.done() for one in waiting) == 12)
-        go_on(server, client)
+        waiting = [pool.submit(server.post, *one) for one in asked]
+        try:
+            wait_for(lambda: sum(one.done() for one in waiting) == 12)
+        finally:  # the pool waits for all
+            go_on(server, client)
         answers = [one.result() for one in waiting]
     admitted = [one for one in answers if one.status == 200]
     refused = [one for one in answers if one.status == 429]
     assert (len(admitted), len(refused)) == (4, 12)
-    assert all(one.json["choices"][0]["text"] == "xxx" for one in admitted)
+    choices = [one.json["choices"][0] for one in admitted]
+    assert all((one["text"] if "text" in one else one["message"]["content"]) == "xxx" for one in choices)
     for one in refused:
         assert (one.error["code"], one.error["type"]) == ("in_flight", "rate_limit_error")
         assert int(one.headers["retry-after"]) >= 1
@@ -181,24 +198,41 @@ def test_the_engine_frees_a_cancelled_requests_blocks(server: RunningServer) -> 
         wait_for(lambda: at_rest(server))
 
 
-def test_a_reader_that_does_not_read_is_given_up(start: Start) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_reader_that_does_not_read_is_given_up(stream: bool, start: Start) -> None:
     server, client = start(limits={"write_timeout": 0.4}, width=1 << 18)
-    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120})
-    wait_for(lambda: bool(client.aborted))
+    connection = open_request(server, TEXT | {"stream": stream, "max_tokens": 120})
+    wait_for(lambda: bool(client.submitted))
+    wait_for(lambda: at_rest(server))
+    assert bool(client.aborted) == stream, "the whole answer was ready"
+    wait_for(lambda: not server.server.server_state.connections)
+    connection.close()
+
+
+def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Start) -> None:
+    server, client = start(limits={"max_unread_bytes": 1000}, width=1 << 18, num_unread=500)
+    connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120, "prompt": ["a", "b"]})
+    wait_for(lambda: len(client.aborted) == 2)
     wait_for(lambda: at_rest(server))
     connection.close()
+    answer = server.post("/v1/completions", TEXT | {"stream": True})
+    assert len(answer.events) == 3, "one who reads has all"
 
 
 # Times are over.
 
 
-def test_no_token_in_time_is_504(start: Start) -> None:
+def test_no_token_in_time_is_504(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server, client = start(limits={"queue_timeout": 0.1}, first=60.0)
     for stream in (False, True):
         answer = server.post("/v1/completions", TEXT | {"stream": stream})
         assert (answer.status, answer.error["code"]) == (504, "queue_timeout")
     wait_for(lambda: at_rest(server))
     assert len(client.aborted) == 2
+    monkeypatch.setattr(server.front, "read_form", lambda _: asyncio.sleep(60))  # it waits for its form to be read
+    answer = server.post("/v1/completions", TEXT | {"structured_outputs": {"regex": "a"}})
+    assert (answer.status, answer.error["code"]) == (504, "queue_timeout")
+    wait_for(lambda: at_rest(server))
 
 
 def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(start: Start) -> None:
@@ -219,6 +253,15 @@ def test_a_requests_time_is_504_before_the_first_byte_and_an_error_event_after(s
     assert len(client.aborted) == 4
 
 
+def test_an_idle_connection_is_closed(start: Start) -> None:
+    server, _ = start(limits={"keep_alive_timeout": 0.4})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as idle:
+        idle.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        began = time.monotonic()
+        assert read_all(idle).startswith(b"HTTP/1.1 200")
+        assert time.monotonic() - began >= 0.4
+
+
 def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     server, _ = start(limits={"header_timeout": 0.2})
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
@@ -226,6 +269,13 @@ def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as half:
         half.sendall(b"GET /live HTTP/1.1\r\nhost")
         assert read_all(half) == b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as second:
+        second.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\n\r\n")
+        answer = HTTPResponse(second)
+        answer.begin()
+        assert json.loads(answer.read()) == {"status": "live"}
+        second.sendall(b"GET /live HTTP/1.1\r\nhost")
+        assert read_all(second) == b"", "another request of the connection has a deadline too"
     server, _ = start(limits={"body_timeout": 0.2})
     for path in (b"/tokenize", b"/v1/completions"):
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as slow:
@@ -311,8 +361,11 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     wait_for(lambda: server.get("/ready").status == 200)
     client.state = "restarting"
     assert server.get("/health").json == {"status": "restarting"}
-    again = server.post("/v1/completions", TEXT)
+    with pytest.MonkeyPatch.context() as patched:  # refused at the door
+        patched.setattr(server.front, "codec", None)
+        again = server.post("/v1/completions", TEXT)
     assert (again.status, again.headers["retry-after"]) == (503, "3")
+    assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
     assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"
@@ -355,6 +408,37 @@ def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
     assert "mine" not in client.submitted[-1].request_id, "nobody else can name it"
 
 
+def test_a_request_of_the_same_name_is_not_anothers(start: Start) -> None:
+    """Bob names his request as Alice's is, and as her answer's id says, and leaves: hers goes on."""
+    server, client = start(keys=KEYS, pace=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        body = TEXT | {"stream": True, "max_tokens": 40}
+        hers = pool.submit(server.post, "/v1/completions", body, bearer(ALICE) | {"x-request-id": "mine"})
+        wait_for(lambda: len(client.running) == 1)
+        (name,) = client.running
+        for given in ("mine", name, name.rpartition("-")[0]):
+            headers = {**bearer(BOB), "x-request-id": given}
+            connection = open_request(server, TEXT | {"max_tokens": 100}, headers=headers)
+            wait_for(lambda: len(client.running) == 2)
+            connection.close()
+            wait_for(lambda: len(client.running) == 1)
+        answer = hers.result()
+    assert len(answer.events) == 40
+    assert name not in client.aborted
+    assert len(client.aborted) == 3
+    ids = {one.request_id for one in client.submitted}
+    assert len(ids) == 4
+    assert all(re.fullmatch("cmpl-[0-9a-f]{32}-0", one) for one in ids), (
+        "128 bits, most of them random, are not guessed"
+    )
+
+
+def test_no_route_aborts_or_reads_by_a_requests_name(start: Start) -> None:
+    server, _ = start()
+    taking = {route.path for route in server.app.routes if isinstance(route, Route) and "{" in route.path}
+    assert taking == {"/v1/models/{model:path}"}
+
+
 def test_a_file_of_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(f"- {{key: {ALICE}, tenant: alice}}\n- {{key: {ADMIN}, admin: true, priority: -1}}\n")
@@ -368,10 +452,19 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         (f"- {{key: {ALICE}, tenent: a}}", "tenant"),
         (f"- {{key: {ALICE}, priority: high}}", "must be a int"),
         (f"- {{key: {ALICE}}}\n- {{key: {ALICE}}}", "the key of another"),
+        (f"- {{key: {ALICE}, key: {BOB}}}", "line 1: an entry has a field twice"),
+        (f"- {{key: {ALICE}}}\n- {{key: {BOB}", "line 2: not YAML$"),
+        (f"- {{key: !!python/name:{ALICE} {ALICE}}}", "line 1: not YAML$"),
+        ("- {key: 1234567890123456}", "key must be a str"),
     ):
         file.write_text(text)
-        with pytest.raises(KeyFileError, match=said):
+        with pytest.raises(KeyFileError, match=said) as caught:
             read_keys(file)
+        assert ALICE not in str(caught.value)
+    file.write_bytes(b"\xff\xfe\x00")
+    for wrong in (file, tmp_path, tmp_path / "missing.yaml"):
+        with pytest.raises(KeyFileError, match=wrong.name):
+            read_keys(wrong)
 
 
 def test_request_ids_and_a_log_without_prompts(start: Start, caplog: pytest.LogCaptureFixture) -> None:

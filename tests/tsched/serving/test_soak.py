@@ -8,7 +8,7 @@ from tests.tsched.serving.soak import run
 
 
 @pytest.mark.slow
-def test_mixed_load_and_a_killed_worker_leave_nothing_behind(checkpoint: Path, tmp_path: Path) -> None:
-    soak, wrong = run(checkpoint, tmp_path, 180)
+def test_mixed_load_and_a_killed_worker_leave_nothing_behind(tmp_path: Path) -> None:
+    soak, wrong = run("tiny", tmp_path, 180)
     assert not wrong
     assert {"whole", "left", "refused", "error frame"} <= soak.answers.keys()

@@ -6,13 +6,16 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgpack
 import pytest
 
 from tests.tsched.serving.tk_serve import find_worker
@@ -55,7 +58,8 @@ VARIANT = Variant(wins="never: it fails", deterministic=True, batch_invariant=Fa
 
 
 async def collect(client: SupervisedClient, name: str, prompt: list[int], sampling: dict[str, Any]) -> list[Delta]:
-    return [delta async for delta in client.submit(EngineRequest(name, prompt, sampling))]
+    (stream,) = client.submit(EngineRequest(name, prompt, sampling))
+    return [delta async for delta in stream]
 
 
 def joined(deltas: list[Delta]) -> dict[int, tuple[list[int], str, str | None]]:
@@ -106,7 +110,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
 
-        going = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
+        (going,) = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
         await anext(going)
         client.abort("going")
         assert {one.finish_reason for one in (await rest(going))[-1].samples} == {"abort"}
@@ -123,7 +127,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         assert 0 < swap.first_step <= client.stats().num_steps + 80
         assert client.stats().arm == swap.arm == llm.arm
         assert joined(await going)[0][0] == list(expected[0].outputs[0].token_ids)
-        await client.drain()
+        await client.close()
 
     asyncio.run(main())
 
@@ -134,11 +138,8 @@ class Sink:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def is_closing(self) -> bool:
-        return False
-
     def write(self, frame: bytes) -> None:
-        self.messages.append(json.loads(frame[4:]))
+        self.messages.append(msgpack.unpackb(frame[4:]))
 
 
 def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_one_is_told(
@@ -148,18 +149,54 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     sink, thread, aborted = Sink(), SimpleNamespace(failure=None), []
     thread.abort = aborted.append
     engine = _Engine(LLM(checkpoint, **OPTIONS), PhaseTimes(NVTX), thread)
-    worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+    worker = Worker(cast("asyncio.StreamReader", None), cast("link.LinkWriter", sink))
     worker._tickets["long"] = ticket = cast("Ticket", object())
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
-    worker._send_news(engine, [("t", 0, [5], "y")], deltas, [("r", "no", None)])
-    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y"]]
+    worker._send_news(engine, [("t", 0, [5], "y", None)], deltas, [("r", "no", None)])
+    assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y", None]]
     sent = [name for message in sink.messages for name, _ in message["deltas"]]
     assert sent == ["a", "b", "c", "d"]
     refused = [one for message in sink.messages for one in message["refusals"]]
     assert [name for name, _, _ in refused] == ["long", "r"]
     assert "its answer is too long" in refused[0][1]
     assert aborted == [ticket]
+
+
+def test_frames_that_the_link_does_not_take_at_once_arrive_whole_and_in_order() -> None:
+    """Two threads write faster than the other end reads; when that is gone, writing goes on into nothing."""
+    ours, theirs = socket.socketpair()
+
+    def write(writer: link.LinkWriter, name: str) -> None:
+        for number in range(300):
+            writer.write(link.encode_message({"kind": name, "number": number, "text": name * 3000}))
+
+    async def main() -> None:
+        writer = link.LinkWriter(theirs, asyncio.get_running_loop())
+        threads = [threading.Thread(target=write, args=(writer, name)) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        await asyncio.sleep(0.05)
+        assert writer._left, "the socket holds less"
+        reader, _kept = await asyncio.open_connection(sock=ours)
+        found: dict[str, list[int]] = {"a": [], "b": []}
+        while sum(map(len, found.values())) < 600:
+            message = await link.read_message(reader)
+            assert message is not None
+            assert message["text"] == message["kind"] * 3000
+            found[message["kind"]].append(message["number"])
+        assert found == {"a": [*range(300)], "b": [*range(300)]}
+        await asyncio.wait_for(writer.flush(), 1)
+        for thread in threads:
+            thread.join()
+        write(writer, "a")
+        assert writer._left
+        _kept.close()
+        await asyncio.wait_for(writer.flush(), 5)
+        write(writer, "a")
+        assert not writer._left
+
+    asyncio.run(main())
 
 
 def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +209,7 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
     sink = Sink()
 
     async def main() -> None:
-        worker = Worker(cast("asyncio.StreamReader", None), cast("asyncio.StreamWriter", sink))
+        worker = Worker(cast("asyncio.StreamReader", None), cast("link.LinkWriter", sink))
         await worker._swap(_Engine(llm, PhaseTimes(NVTX), cast("EngineThread", None)), 3, {})
 
     asyncio.run(main())
@@ -183,9 +220,10 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
 
 
 def test_the_front_end_of_a_worker_loads_no_torch() -> None:
-    program = "import sys, json, tsched.serving.supervisor; print(json.dumps([*sys.modules]))"
+    rooms = "experiments.commands.serve, tsched.serving.app, tsched.serving.http, tsched.serving.supervisor"
+    program = f"import sys, json, {rooms}; print(json.dumps([*sys.modules]))"
     out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert not {"torch", "triton", "transformers", "tokenizers"} & set(json.loads(out))
+    assert not {"torch", "triton", "transformers"} & set(json.loads(out))
 
 
 async def rest(stream: DeltaStream) -> list[Delta]:
@@ -207,18 +245,16 @@ def test_a_real_worker_killed_or_stopped_is_replaced(checkpoint: Path, sent: sig
         await client.start()
         arm = (await client.swap_kernels({"qk_norm_rope_scatter": "torch"})).arm
         assert arm != client.facts.arm
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(8)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(8)))
         for stream in streams:
             await anext(stream)
         silent = asyncio.create_task(collect(client, "silent", PROMPTS[3], LONG))  # a ninth: it waits
         await asyncio.sleep(0)
         assert client.worker_pid is not None
         os.kill(client.worker_pid, sent)
-        killed = time.monotonic()
         for stream in streams:
             with pytest.raises(EngineFailedError):
                 await rest(stream)
-        assert time.monotonic() - killed < (0.5 if sent == signal.SIGKILL else 3)
         assert joined(await silent)[0][0] == list(whole.outputs[0].token_ids)
         assert client.stats().num_restarts == 1
         assert client.stats().arm == client.facts.arm == arm
@@ -238,7 +274,7 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
         kernels = {"rms_norm": "raising"}
         client = SupervisedClient(checkpoint, variants_from=[tmp_path / "variants"], kernels=kernels, **OPTIONS)
         await client.start()
-        streams = [client.submit(EngineRequest(str(i), PROMPTS[i], LONG)) for i in range(4)]
+        streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(4)))
         await anext(streams[0])
         trigger.touch()
         for stream in streams:
@@ -252,42 +288,8 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
 
 
 @pytest.mark.slow
-def test_100_swaps_in_a_real_worker_drop_no_request(checkpoint: Path) -> None:
-    expected = _local(checkpoint)
-
-    async def main() -> None:
-        client = SupervisedClient(checkpoint, **OPTIONS)
-        await client.start()
-        done = asyncio.Event()
-
-        async def serve(index: int) -> int:
-            count = 0
-            while not done.is_set():
-                assert joined(await collect(client, f"{index}-{count}", PROMPTS[index], LONG)) == expected[index]
-                count += 1
-            return count
-
-        clients = [asyncio.create_task(serve(index)) for index in range(6)]
-        steps = []
-        for i in range(100):
-            swap = await client.swap_kernels({"qk_norm_rope_scatter": ("torch", "composed")[i % 2]})
-            steps.append(swap.first_step)
-            await asyncio.sleep(0.01)
-        done.set()
-        assert min(await asyncio.gather(*clients)) >= 1
-        assert steps == sorted(steps)
-        await client.drain()
-
-    asyncio.run(main())
-
-
-def _local(checkpoint: Path) -> list[dict[int, tuple[list[int], str, str | None]]]:
-    outputs = LLM(checkpoint, **OPTIONS).generate(PROMPTS[:6], SamplingParams(**LONG))
-    return [{0: (list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason)} for o in outputs]
-
-
-@pytest.mark.slow
-def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["loading", "stopped"])
+def test_a_worker_ends_with_its_front_end(checkpoint: Path, is_stopped: bool) -> None:
     command = [
         sys.executable,
         "-c",
@@ -302,6 +304,9 @@ def test_a_worker_ends_with_its_front_end(checkpoint: Path) -> None:
         front.stdout.readline()
         while (worker := find_worker(front.pid)) is None:
             time.sleep(0.02)
+        if is_stopped:
+            assert front.stdout.readline().startswith("ready after ")
+            os.kill(worker, signal.SIGSTOP)
         front.kill()
     deadline = time.monotonic() + 30
     while Path(f"/proc/{worker}").exists():

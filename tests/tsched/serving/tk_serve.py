@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,17 +17,22 @@ from pathlib import Path
 
 from tmodel import find_model
 
-_SAMPLE = re.compile(r"^((?:vllm:|tkernels_)\w+)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_STEPS = "tkernels_engine_steps_total"
+_SAMPLE = re.compile(r"^((?:vllm:|tkernels_)\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs, and what it serves. folder: where a client may write. pid: of the front end."""
+    """A server that runs, and what it serves. folder: where a client may write. process: of the front end."""
 
     base: str
     directory: Path
     folder: Path
-    pid: int
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
     @property
     def port(self) -> int:
@@ -39,18 +44,23 @@ class Served:
         assert worker is not None, "it is between two"
         return worker
 
-    def measure(self) -> dict[str, float]:
-        """All of /metrics, each name summed over its labels."""
+    def measure(self, label: str = "") -> dict[str, float]:
+        """All of /metrics that has this label, each name summed over its other ones; 0 where there is none yet."""
         with urllib.request.urlopen(f"{self.base}/metrics") as answer:
             text = answer.read().decode()
-        found: dict[str, float] = {}
-        for name, value in _SAMPLE.findall(text):
-            found[name] = found.get(name, 0.0) + float(value)
+        found: dict[str, float] = defaultdict(float)
+        for name, labels, value in _SAMPLE.findall(text):
+            if label in labels:
+                found[name] += float(value)
         return found
 
     def count(self) -> Counter[str]:
         """The counters among them."""
         return Counter({name: int(value) for name, value in self.measure().items() if name.endswith("_total")})
+
+    def find_step_seconds(self) -> float:
+        """An engine's step, on average since its start."""
+        return self.measure('phase="step"')["tkernels_step_phase_seconds_total"] / self.count()[_STEPS]
 
     def load(self) -> dict[str, int]:
         """What is in work, by /load."""
@@ -103,11 +113,12 @@ def serving(model: str, folder: Path, options: Sequence[str] = ()) -> Iterator[S
             if found is None:
                 raise SystemExit(f"tk serve did not start:\n{log.read_text()[-2000:]}")
             _wait_until_ready(found.group())
-            yield Served(found.group(), directory, folder, process.pid)
+            yield Served(found.group(), directory, folder, process)
         except BaseException:
             process.kill()
             raise
-        process.terminate()
+        if process.poll() is None:
+            process.terminate()
         if status := process.wait(60):
             raise SystemExit(f"tk serve ended with status {status}:\n{log.read_text()[-2000:]}")
 

@@ -43,8 +43,8 @@ class CacheStats:
         return self.hit_tokens * bytes_per_token
 
 
-Left = tuple[Sequence, BlockIds, int]
-"""A sequence that stops, its blocks, and how many of its tokens are computed in them: what `release` takes."""
+Computed = tuple[Sequence, BlockIds, int]
+"""A sequence, its blocks, and how many of its tokens are computed in them: what `insert` and `release` take."""
 
 
 class PrefixCache(Protocol):
@@ -89,13 +89,16 @@ class PrefixCache(Protocol):
 
         Returns [b] the blocks to use from now on: where equal content is cached already under another block, that
         one is returned, referenced for the caller, and the caller's own reference is released. It is the array
-        `blocks` itself where none was exchanged.
+        `blocks` itself where none was exchanged, whose values nobody changes from then on.
         """
+
+    def insert_each(self, computed: list[Computed]) -> list[BlockIds]:
+        """`insert` for several sequences, with fewer array calls."""
 
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         """`insert`, and drop the caller's references to `blocks` [b]. num_computed 0 only drops them."""
 
-    def release_each(self, left: list[Left]) -> None:
+    def release_each(self, left: list[Computed]) -> None:
         """`release` of several sequences, with fewer array calls."""
 
     def stats(self) -> CacheStats: ...

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_left
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -22,16 +23,15 @@ DIGEST_SIZE = 16  # bytes; two of 2**32 blocks are alike with a chance of 2**-65
 _EMPTY = blake2b(digest_size=DIGEST_SIZE)
 
 
-def draw_secret() -> bytes:
-    """What nobody outside of this process knows."""
-    return secrets.token_bytes(32)
-
-
 class BlockDigests:
     """The digests of a sequence's blocks, made once for each sequence and kept in its `prefix`."""
 
     _pool: BlockPool
-    _secret: bytes  # drawn for this process
+
+    def _draw_secret(self) -> None:
+        """Chains begin where nobody outside of this process knows."""
+        self._secret = secrets.token_bytes(32)
+        self._root_of = lru_cache(maxsize=256)(self._root)  # most tenants come often
 
     def prepare(self, sequence: Sequence) -> None:
         self._digests(sequence, sequence.tokens.size // self._pool.block_size)
@@ -51,7 +51,7 @@ class BlockDigests:
         if num_ready < count:
             block_size = self._pool.block_size
             data = sequence.tokens[num_ready * block_size : count * block_size].tobytes()
-            last = digests[-DIGEST_SIZE:] or self._root(sequence.cache_salt)
+            last = digests[-DIGEST_SIZE:] or self._root_of(sequence.cache_salt)
             digests = sequence.prefix = digests + self._chain(last, data)
         return digests
 
@@ -72,14 +72,15 @@ class BlockDigests:
 class Run:
     """Blocks that were inserted together and follow each other in one history.
 
-    first    the place of its first block in that history
-    digests  DIGEST_SIZE bytes for each of its first blocks, one at least, and for those that were evicted from its end
-    pending  the tokens of the blocks after those, as bytes: outputs, whose digests are made if a lookup comes by
-    blocks   [n] int32, n >= 1
-    parent   the run that ends with the block before; None where there is none
+    first     the place of its first block in that history
+    digests   DIGEST_SIZE bytes for each of its first blocks, one at least, and for those that were evicted from its end
+    pending   the tokens of the blocks after those, as bytes: their digests are made if a lookup comes by
+    blocks    [n] int32, n >= 1
+    parent    the run that ends with the block before; None where there is none
+    children  the number of runs whose parent it is
     """
 
-    __slots__ = ("blocks", "digests", "first", "parent", "pending")
+    __slots__ = ("blocks", "children", "digests", "first", "parent", "pending")
 
     def __init__(self, first: int, digests: bytes, pending: bytes, blocks: BlockIds, parent: Run | None) -> None:
         self.first = first
@@ -87,6 +88,7 @@ class Run:
         self.pending = pending
         self.blocks = blocks
         self.parent = parent
+        self.children = 0
 
     def count_same(self, digests: bytes, start: int, end: int) -> int:
         """How many of its blocks from place `start` of the history on, before place `end`, have those of `digests`.
@@ -108,26 +110,53 @@ class Run:
 class HashPrefixCache(BlockDigests, RunCache[Run]):
     """Digest of a run's first block -> run, for runs of blocks whose content is known; digests are made once for each
     sequence. A prompt's blocks take one entry and not thousands, and a long common prefix is found by one comparison.
+
+    A sequence whose first block nobody has kept needs the digest of no other: the rest wait until a lookup comes by.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
-        self._secret = draw_secret()
+        self._draw_secret()
         self._run_at: dict[bytes, Run] = {}  # by the digest of the first block
+
+    def prepare(self, sequence: Sequence) -> None:
+        count = sequence.tokens.size // self._pool.block_size
+        if count and self._has_first_of(sequence):  # what a lookup will compare
+            self._complete(self._run_at[self._digests(sequence, count)[:DIGEST_SIZE]])
+
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        digests = sequence.prefix or self._digests(sequence, 1)
+        return digests[:DIGEST_SIZE] in self._run_at  # type: ignore[index]
 
     def _find(self, sequence: Sequence, start: int, end: int, before: Run | None) -> tuple[BlockIds, Run | None]:
         digests = self._digests(sequence, min(start + 1, end))
         num_digests = min(end, len(digests) // DIGEST_SIZE)
         blocks, last = self._walk(digests, start, num_digests, before)
-        if start + blocks.size == num_digests < end:  # others had this output too: how much of it?
+        if start + blocks.size == num_digests < end:  # others had this too: how much of it?
             blocks, last = self._walk(self._digests(sequence, end), start, end, before)
         return blocks, last
 
-    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: Run | None) -> None:
-        digests, end = self._digests(sequence, 0), start + blocks.size
+    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: Run | None) -> Run:
+        digests, end = self._digests(sequence, start + 1), start + blocks.size
         num_digests = len(digests) // DIGEST_SIZE
         pending = sequence.tokens[num_digests * self._pool.block_size : end * self._pool.block_size].tobytes()
-        self._note(Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent))
+        run = Run(start, digests[start * DIGEST_SIZE : end * DIGEST_SIZE], pending, blocks, parent)
+        self._run_at[run.digests[:DIGEST_SIZE]] = run
+        if parent is not None:
+            parent.children += 1
+        return run
+
+    def _is_leaf(self, run: Run) -> bool:
+        return run.children == 0
+
+    def _extend(self, leaf: Run, sequence: Sequence, blocks: BlockIds) -> None:
+        size, block_size = leaf.blocks.size, self._pool.block_size
+        start = leaf.first + size
+        leaf.digests = leaf.digests[: size * DIGEST_SIZE]  # those of evicted blocks go
+        num_pending = size - len(leaf.digests) // DIGEST_SIZE
+        tokens = sequence.tokens[start * block_size : (start + blocks.size) * block_size]
+        leaf.pending = leaf.pending[: num_pending * block_size * 8] + tokens.tobytes()
+        leaf.blocks = np.concatenate((leaf.blocks, blocks))
 
     def _complete(self, run: Run) -> None:
         """All its blocks have their digests now."""
@@ -155,17 +184,16 @@ class HashPrefixCache(BlockDigests, RunCache[Run]):
     def _split(self, run: Run, count: int) -> Run:
         cut = count * DIGEST_SIZE
         head = Run(run.first, run.digests[:cut], b"", run.blocks[:count], run.parent)
+        head.children = 1
         run.first, run.digests, run.blocks, run.parent = head.first + count, run.digests[cut:], run.blocks[count:], head
-        self._note(head)
-        self._note(run)
+        for one in (head, run):
+            self._run_at[one.digests[:DIGEST_SIZE]] = one
         return head
 
-    def _note(self, run: Run) -> None:
-        super()._note(run)
-        self._run_at[run.digests[:DIGEST_SIZE]] = run
+    def _cut(self, leaf: Run, size: int) -> None:
+        leaf.blocks = leaf.blocks[:size]
 
-    def _trim(self, leaf: Run, count: int) -> None:
-        first = leaf.blocks[0]
-        leaf.blocks = leaf.blocks[:-count]
-        if leaf.blocks.size == 0:
-            del self._run_at[leaf.digests[:DIGEST_SIZE]], self._run_of[int(first)]
+    def _remove(self, leaf: Run) -> None:
+        del self._run_at[leaf.digests[:DIGEST_SIZE]]
+        if leaf.parent is not None:
+            leaf.parent.children -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tsched.scheduling.block_pool import NO_BLOCKS, BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats, Left
+from tsched.scheduling.policies.base import CacheStats, Computed
 from tsched.scheduling.sequence import Sequence
 
 
@@ -37,10 +37,13 @@ class NoPrefixCache:
     def insert(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> BlockIds:
         return blocks
 
+    def insert_each(self, computed: list[Computed]) -> list[BlockIds]:
+        return [blocks for _, blocks, _ in computed]
+
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         self._pool.release(blocks)
 
-    def release_each(self, left: list[Left]) -> None:
+    def release_each(self, left: list[Computed]) -> None:
         self._pool.release_each([blocks for _, blocks, _ in left])
 
     def stats(self) -> CacheStats:

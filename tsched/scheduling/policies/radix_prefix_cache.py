@@ -55,12 +55,27 @@ class RadixPrefixCache(RunCache[_Node]):
             return NO_BLOCKS, None
         return self._walk(node, start - node.first, self._tokens(sequence, start, end))
 
-    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: _Node | None) -> None:
+    def _append(self, sequence: Sequence, start: int, blocks: BlockIds, parent: _Node | None) -> _Node:
+        if parent is None:
+            parent = self._roots.get(sequence.cache_salt)
         if parent is None:
             parent = self._roots[sequence.cache_salt] = _Node(0, sequence.cache_salt, NO_BLOCKS, None)
         child = _Node(start, self._tokens(sequence, start, start + blocks.size), blocks, parent)
         parent.children[child.tokens[: self._width]] = child
-        self._note(child)
+        return child
+
+    def _has_first_of(self, sequence: Sequence) -> bool:
+        root = self._roots.get(sequence.cache_salt)
+        return root is not None and self._tokens(sequence, 0, 1) in root.children
+
+    def _is_leaf(self, node: _Node) -> bool:
+        return not node.children
+
+    def _extend(self, leaf: _Node, sequence: Sequence, blocks: BlockIds) -> None:
+        size = leaf.blocks.size
+        start = leaf.first + size
+        leaf.tokens = leaf.tokens[: size * self._width] + self._tokens(sequence, start, start + blocks.size)
+        leaf.blocks = np.concatenate((leaf.blocks, blocks))
 
     def _tokens(self, sequence: Sequence, start: int, end: int) -> bytes:
         """Those of the sequence's blocks from place `start` to `end`."""
@@ -106,17 +121,17 @@ class RadixPrefixCache(RunCache[_Node]):
         parent.children[head.tokens[:width]] = head
         node.first, node.tokens, node.blocks = head.first + count, node.tokens[cut:], node.blocks[count:]
         node.parent, head.children[node.tokens[:width]] = head, node
-        self._note(head)
-        self._note(node)
         return head
 
-    def _trim(self, leaf: _Node, count: int) -> None:
-        parent, first = leaf.parent, leaf.blocks[0]
-        leaf.blocks = leaf.blocks[:-count]
-        size = leaf.blocks.size * self._width
-        if size == 0 and parent is not None:
-            del parent.children[leaf.tokens[: self._width]], self._run_of[int(first)]
-            if parent.parent is None and not parent.children:
-                del self._roots[parent.tokens]
-        elif 2 * size <= len(leaf.tokens):  # rarely, so that trimming block by block copies each token once
-            leaf.tokens = leaf.tokens[:size]
+    def _cut(self, leaf: _Node, size: int) -> None:
+        leaf.blocks = leaf.blocks[:size]
+        if 2 * size * self._width <= len(leaf.tokens):  # rarely, so that cutting block by block copies each token once
+            leaf.tokens = leaf.tokens[: size * self._width]
+
+    def _remove(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        if parent is None:
+            raise RuntimeError("a root has no blocks to take")
+        del parent.children[leaf.tokens[: self._width]]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.tokens]

@@ -10,7 +10,7 @@ import numpy as np
 
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 
-_MOST_AT_A_TIME = 64
+_MOST_AT_A_TIME = 256
 
 
 class Run(Protocol):
@@ -77,7 +77,8 @@ class RunQueue(Generic[AnyRun]):
                 f"{count} blocks asked for over the {pool.num_free} free ones, {pool.num_cached} are cached"
             )
         self.num_evictions += count
-        evicted: list[BlockIds] = []
+        evicted = self._drop_unused(count)
+        count -= sum(blocks.size for blocks in evicted)
         while count:
             if not unused:
                 raise RuntimeError(f"{count} cached blocks are in no run that waits: the cache's accounts are wrong")
@@ -94,3 +95,21 @@ class RunQueue(Generic[AnyRun]):
             if num_used or run.blocks.size == 0:
                 del unused[run]
         pool.forget(np.concatenate(evicted))
+
+    def _drop_unused(self, count: int) -> list[BlockIds]:
+        """The blocks, last ones first, of the runs that are first in the queue, as long as they are `count` at most;
+        these runs are gone. None where one of them is in use.
+        """
+        runs: list[AnyRun] = []
+        for run in self._unused:
+            count -= run.blocks.size
+            if count < 0:
+                break
+            runs.append(run)
+        blocks = [run.blocks[::-1] for run in runs]
+        if not runs or np.count_nonzero(self._pool.refs(np.concatenate(blocks))):
+            return []
+        for run in runs:
+            self._trim(run, run.blocks.size)
+            del self._unused[run]
+        return blocks

@@ -15,8 +15,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 
 from tsched.scheduling.block_pool import NO_BLOCK, BlockIds, BlockPool
-from tsched.scheduling.policies.base import CacheStats, Left
-from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, BlockDigests, draw_secret
+from tsched.scheduling.policies.base import CacheStats, Computed
+from tsched.scheduling.policies.hash_prefix_cache import DIGEST_SIZE, BlockDigests
 from tsched.scheduling.policies.run_cache import Lookups
 from tsched.scheduling.policies.run_queue import eviction_batch
 from tsched.scheduling.sequence import Sequence
@@ -124,12 +124,15 @@ class WindowedPrefixCache(ABC):
             self._add(sequence, [places[i] for i in new.tolist()], added.tolist())
         return blocks
 
+    def insert_each(self, computed: list[Computed]) -> list[BlockIds]:
+        return [self.insert(*one) for one in computed]
+
     def release(self, sequence: Sequence, blocks: BlockIds, num_computed: int) -> None:
         for block in self._pool.release(self.insert(sequence, blocks, num_computed)).tolist():
             self._unused[block] = None
             self._unused.move_to_end(block)
 
-    def release_each(self, left: list[Left]) -> None:
+    def release_each(self, left: list[Computed]) -> None:
         for one in left:
             self.release(*one)
 
@@ -142,7 +145,7 @@ class WindowedHashCache(BlockDigests, WindowedPrefixCache):
 
     def __init__(self, pool: BlockPool, window: Window) -> None:
         super().__init__(pool, window)
-        self._secret = draw_secret()
+        self._draw_secret()
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
 

@@ -10,6 +10,7 @@ from tsched.serving.protocol.sampling import (
     FinishReason,
     GenerationRequest,
     Items,
+    OnlyFalse,
     TopLogprobs,
     Unsupported,
     Usage,
@@ -45,22 +46,31 @@ class Message(WireModel):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatRequest(GenerationRequest):
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ConversationRequest(WireModel):
+    """What a chat template is rendered with."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+
+class ChatRequest(GenerationRequest, ConversationRequest):
+    messages: Messages
     max_completion_tokens: int | None = None
     max_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     # Without effect, see docs/serving.md.
     metadata: dict[str, str] | None = None
     modalities: Annotated[Items[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
     service_tier: Literal["auto", "default"] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     tool_choice: Literal["none"] | None = None
     # OpenAI's alone.
     audio: Unsupported = None

@@ -28,7 +28,11 @@ def parse_json(body: bytes) -> dict[str, Any]:
     """
     try:
         value = json.loads(
-            body.decode(), object_pairs_hook=_make_object, parse_constant=_refuse_constant, parse_float=_parse_float
+            body.decode(),
+            object_pairs_hook=_make_object,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_float,
+            parse_int=_parse_int,
         )
         if _SURROGATE.search(body):
             json.dumps(value, ensure_ascii=False).encode()
@@ -112,6 +116,11 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _parse_int(text: str) -> int:
+    """In Python, between whose lines other threads run: a million integers would keep them waiting in C."""
+    return int(text)
 
 
 def _parse_float(text: str) -> float:

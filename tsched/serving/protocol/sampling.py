@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tsched.requests.sampling_params import SamplingParams
 
@@ -26,6 +26,16 @@ Unsupported: TypeAlias = None
 """The type of a field that OpenAI has and this server has not: null says the same as leaving it out."""
 
 
+def _check_bool(value: Any) -> Any:
+    """Refuses 0, which equals false; Literal would take it."""
+    if not isinstance(value, bool):
+        raise ValueError("should be false")
+    return value
+
+
+OnlyFalse: TypeAlias = Annotated[Literal[False], BeforeValidator(_check_bool)]
+
+
 class WireModel(BaseModel):
     """A record of the wire: nothing is converted, and nothing unknown is dropped."""
 
@@ -35,6 +45,7 @@ class WireModel(BaseModel):
 class StreamOptions(WireModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: OnlyFalse | None = None  # nothing is added to a chunk
 
 
 class TextFormat(WireModel):

@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from tsched.serving.protocol.sampling import Items, WireModel
+from tsched.serving.protocol.chat import ConversationRequest
+from tsched.serving.protocol.errors import invalid_value
+from tsched.serving.protocol.sampling import Items, Unsupported, WireModel
 
 
-class TokenizeRequest(WireModel):
+class TokenizeRequest(ConversationRequest):
+    """A prompt, or messages, whose fields are those of a chat."""
+
     model: str | None = None
-    prompt: str
+    prompt: str | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    # vLLM's alone.
+    chat_template: Unsupported = None
+    media_io_kwargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    tools: Unsupported = None
+
+    def check_forms(self) -> None:
+        """Refuses both forms, none, and a chat's field with a prompt, by ApiError."""
+        if self.prompt is None and self.messages is None:
+            raise invalid_value("prompt is required, or messages", "prompt", "missing_required_parameter")
+        if self.prompt is not None:
+            for name in ConversationRequest.model_fields:
+                if getattr(self, name) is not None:
+                    raise invalid_value(f"{name} does not go with a prompt: give one of prompt and messages", name)
 
 
 class Tokens(BaseModel):
     tokens: list[int]
+    token_strs: list[str] | None
     count: int
     max_model_len: int
 
