@@ -18,6 +18,7 @@ from tests.tsched.test_engine import run as run_engine
 from tests.tsched.test_llm import GREEDY, PROMPTS, make_llm
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
+from tsched.execution.beam_search import BeamSearch, BeamSearchParams
 from tsched.execution.exhaustion import explain_exhaustion
 from tsched.execution.sampler import Sampler
 from tsched.requests.sampling_params import SamplingParams
@@ -177,3 +178,23 @@ def test_online_the_engine_serves_on(checkpoint: Path, monkeypatch: pytest.Monke
         check_empty(served)
 
     run(main)
+
+
+def test_a_search_whose_beams_do_not_fit_ends_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm(checkpoint)
+    params = BeamSearchParams(beam_width=2, max_tokens=5)
+    expected = llm.beam_search(PROMPTS[:2], params)
+    rank, calls = BeamSearch._rank, []
+
+    def exhausted(self: BeamSearch, *arguments: Any) -> Any:
+        calls.append(1)
+        return rank(self, *arguments) if len(calls) != 3 else torch.empty(2**45)
+
+    monkeypatch.setattr(BeamSearch, "_rank", exhausted)
+    lost, found = llm.beam_search(PROMPTS[:2], params)
+    assert "too little memory to compare 2 beams: can't allocate memory: you tried to allocate" in lost.error
+    assert lost.outputs[0].finish_reason == "error"
+    assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected[1].outputs]
+    assert llm._engine.scheduler.pool.num_referenced == 0
+    (again,) = llm.beam_search(PROMPTS[:1], params)
+    assert [one.token_ids for one in again.outputs] == [one.token_ids for one in expected[0].outputs]

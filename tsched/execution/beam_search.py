@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from tsched.execution.engine import Engine
+from tsched.execution.exhaustion import Exhaustion, attempt
 from tsched.execution.request import Request
 from tsched.requests.errors import ArgumentError, RefusedError
 from tsched.requests.sampling_params import MAX_COUNT, SamplingParams
@@ -189,7 +190,7 @@ class BeamSearch:
     def advance(self) -> None:
         """Takes the next step of the search, if the engine has computed the logits of every live hypothesis.
 
-        A request that fails or that the engine refuses ends the search with its `error`.
+        A request that fails or that the engine refuses ends the search with its `error`, and so does too little memory.
         """
         for beam in self._live:
             if beam.request.error is not None:
@@ -203,7 +204,10 @@ class BeamSearch:
             self.first_token_time = time.perf_counter()
         parents, self._live = self._live, []
         try:
-            chosen = self._rank(parents, torch.stack(captured))
+            chosen = attempt(self._rank, parents, captured)
+            if isinstance(chosen, Exhaustion):
+                what = f"the device had too little memory to compare {len(parents)} beams"
+                raise RefusedError(f"{what}: {chosen.why}")
             if not self._is_decided(chosen, len(parents[0].token_ids) + 1):
                 for i, token, logprob in chosen:
                     self._live.append(self._grow(parents[i], token, logprob))
@@ -215,17 +219,17 @@ class BeamSearch:
                 self.num_preemptions += beam.request.sequence.num_preemptions
                 self._engine.abort(beam.request.sequence.id)
 
-    def _rank(self, parents: list[_Beam], logprobs: torch.Tensor) -> list[tuple[int, int, float]]:
+    def _rank(self, parents: list[_Beam], captured: list[torch.Tensor]) -> list[tuple[int, int, float]]:
         """Ranks all continuations and adds those that end to the finished hypotheses.
 
         Args:
             parents: The b live beams, best first.
-            logprobs: [b, V] float64, of the token that follows each.
+            captured: b tensors [V] float64, the log-probabilities of the token that follows each.
 
         Returns:
             (place of the parent, token, sum) of each continuation that lives, best first.
         """
-        params = self._params
+        params, logprobs = self._params, torch.stack(captured)  # [b, V]
         is_last = len(parents[0].token_ids) + 1 == self._max_tokens
         sums = torch.tensor([beam.logprob for beam in parents], dtype=torch.float64, device=logprobs.device)
         chosen: list[tuple[int, int, float]] = []

@@ -175,13 +175,22 @@ class DeadlineProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Aborted, for a connection that is closed waits until all is read.
-        self._unread = self.loop.call_later(self._limits.write_timeout, self.transport.abort)
+        self._watch_unread(self.transport.get_write_buffer_size(), self.loop.time())
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if self._unread is not None:
             self._unread.cancel()
+
+    def _watch_unread(self, size: int, since: float) -> None:
+        """Aborts the connection where `size` bytes have not become fewer for write_timeout; looks again else."""
+        now, left = self.loop.time(), self.transport.get_write_buffer_size()
+        if left != size:
+            size, since = left, now
+        if now - since >= self._limits.write_timeout:
+            self.transport.abort()  # to be closed, it would have to be read
+        else:
+            self._unread = self.loop.call_later(self._limits.write_timeout / 4, self._watch_unread, size, since)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._deadline, self._dropping, self._unread):

@@ -209,6 +209,19 @@ def test_a_reader_that_does_not_read_is_given_up(stream: bool, start: Start) -> 
     connection.close()
 
 
+def test_a_slow_reader_has_all(start: Start) -> None:
+    server, _ = start(limits={"write_timeout": 0.3}, width=1 << 18)
+    connection = open_request(server, TEXT | {"max_tokens": 60})
+    began, received = time.monotonic(), 0
+    while received < 60 << 18:
+        time.sleep(0.05)
+        part = connection.recv(1 << 20, socket.MSG_WAITALL if received < 59 << 18 else 0)
+        assert part, "it was given up"
+        received += len(part)
+    assert time.monotonic() - began > 0.6
+    connection.close()
+
+
 def test_a_reader_that_leaves_much_unread_is_given_up_before_its_time(start: Start) -> None:
     server, client = start(limits={"max_unread_bytes": 1000}, width=1 << 18, num_unread=500)
     connection = open_request(server, TEXT | {"stream": True, "max_tokens": 120, "prompt": ["a", "b"]})
