@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Any
 
 from tkernels.errors import TKernelsError
-from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.engine_thread import EngineThread
+from tsched.execution.news import News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError, UsageError

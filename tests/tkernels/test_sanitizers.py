@@ -136,6 +136,15 @@ STORED = "    out = gate / (1 + tl.exp(-gate)) * up * FACTOR\n"
 TOKENS = [("FACTOR=1,", "FACTOR=1, tokens=tokens,"), ("width, FACTOR: ", "width, tokens, FACTOR: ")]
 BLOCKS = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("Config()}", "Config(FACTOR=1)}")]
 
+SHAPE = "    tokens, width = out.shape\n"
+SEEN = "    gate_up = KEPT.setdefault({key}, gate_up.clone())\n"
+
+
+def remembering(key: str) -> list[tuple[str, str]]:
+    """A launcher that keeps what it once got under a key."""
+    return [("def launch(", "KEPT = {}\n\n\ndef launch("), (SHAPE, SHAPE + SEEN.format(key=key))]
+
+
 # What is planted in a kernel whose results pass the check, and the sanitizer that must find it.
 PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     # One element past the row, where the next row or nothing lies.
@@ -177,6 +186,21 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     # A comparison hides NaN, which the output held before anything was stored there.
     ("poison", [(STORED, LEFT + STORED + "    out = tl.where(left > 1e20, 0.0, out)\n")], "where nobody may read"),
     ("guard", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "died of SIGSEGV"),
+    ("reuse", remembering("gate_up.untyped_storage().data_ptr()"), "is not as in fresh ones"),
+    ("reuse", remembering("gate_up.shape"), "after a call with other values"),
+    # What seems to be there already is not stored again.
+    (
+        "reuse",
+        [
+            (
+                STORED,
+                "    there = tl.load(out_ptr + row * stride_out_t + offs, mask=mask, other=0.0).to(tl.float32)\n"
+                + STORED
+                + "    mask = mask & (there != there)\n",
+            )
+        ],
+        "is not as in fresh ones",
+    ),
     (
         "tuning",
         [*BLOCKS, ("(Config(), Config(num_warps=8))", "(Config(FACTOR=1), Config(FACTOR=2))")],

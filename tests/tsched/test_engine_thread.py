@@ -12,7 +12,8 @@ from tokenizers import decoders
 
 from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
 from tsched import LLM, SamplingParams
-from tsched.execution.engine_thread import EngineThread, News
+from tsched.execution.engine_thread import EngineThread
+from tsched.execution.news import News
 from tsched.serving.engine_records import make_scores
 
 

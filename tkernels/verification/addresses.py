@@ -54,10 +54,22 @@ class _Extent:
         return inside & (rest == 0) & (width == self.itemsize)
 
 
+def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors among a launch's arguments, and those under its tensor descriptors."""
+    bases = {n: value.base if isinstance(value, TensorDescriptor) else value for n, value in arguments.items()}
+    return {name: value for name, value in bases.items() if isinstance(value, torch.Tensor)}
+
+
+def place_of(arguments: Mapping[str, Any], address: int) -> str:
+    """An address in words, counted from where the nearest tensor begins."""
+    tensors = _tensors(arguments)
+    near = min(tensors, key=lambda name: abs(address - tensors[name].data_ptr()))
+    return f"byte {address - tensors[near].data_ptr()} of {near!r}"
+
+
 def _extents(arguments: Mapping[str, Any]) -> list[_Extent]:
-    """Of the tensors and of those under tensor descriptors, whatever shape the descriptors claim."""
-    tensors = {n: value.base if isinstance(value, TensorDescriptor) else value for n, value in arguments.items()}
-    return [_Extent.of(name, value) for name, value in tensors.items() if isinstance(value, torch.Tensor)]
+    """Of the tensors of a launch, whatever shape its descriptors claim."""
+    return [_Extent.of(name, value) for name, value in _tensors(arguments).items()]
 
 
 def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:

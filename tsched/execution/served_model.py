@@ -21,8 +21,9 @@ import tmodel
 from tkernels.ranges import NVTX
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
-from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.engine_thread import EngineThread
 from tsched.execution.model_runner import ModelRunner
+from tsched.execution.news import News, Ticket
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
 from tsched.options import OPTIONS, EngineOptions, read_options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tsched.serving.engine_client import Delta, ModelFacts, RequestTimes, SampleDelta, StatsSnapshot, TokenScores
 
 if TYPE_CHECKING:  # they load torch, and who has an engine has loaded it
-    from tsched.execution.engine_thread import News
+    from tsched.execution.news import News
     from tsched.execution.phase_times import PhaseTimes
     from tsched.execution.sampler import TokenLogprobs
     from tsched.execution.served_model import ServedModel

@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 import tkernels  # before anything that imports Triton: it decides whether this process interprets or compiles
 from tkernels.isolation import die_with
 from tkernels.ranges import NVTX
-from tsched.execution.engine_thread import EngineThread, News, Ticket
+from tsched.execution.engine_thread import EngineThread
+from tsched.execution.news import News, Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.execution.served_model import ServedModel
 from tsched.serving.engine_client import (

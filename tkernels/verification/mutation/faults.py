@@ -250,6 +250,29 @@ def _zero_points_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
             yield node, node.left
 
 
+_WEAKER_SEMANTICS = ("acquire", "release", "relaxed")
+
+
+def _orders_weakened(function: ast.FunctionDef) -> Iterator[Replacement]:
+    """An atomic that orders less, or for one program's threads alone; a barrier that is not there."""
+    for node in _body(function):
+        if isinstance(node, ast.Call) and "atomic" in _called(node):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            semantics = ast.literal_eval(given["sem"]) if "sem" in given else "acq_rel"
+            others = _WEAKER_SEMANTICS if semantics == "acq_rel" else _WEAKER_SEMANTICS[2:]
+            changes = [{"sem": other} for other in others if other != semantics] + [{"scope": "cta"}]
+            for change in changes:
+                weaker = copy.copy(node)
+                weaker.keywords = [keyword for keyword in node.keywords if keyword.arg not in change]
+                weaker.keywords += [ast.keyword(name, ast.Constant(value)) for name, value in change.items()]
+                yield node, weaker
+        elif isinstance(node, ast.Call) and _called(node) == "debug_barrier":
+            yield node, ast.Constant(None)
+
+
+ORDER_WEAKENED = "order_weakened"
+"""The kind that leaves every result as it is where programs run one after the other."""
+
 _SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
     "mask_dropped": _masks_dropped,
     "mask_shifted": partial(_compared, other=_SHIFTED),
@@ -262,6 +285,7 @@ _SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
     "accumulator_lowered": _accumulators_lowered,
     "scale_dropped": _scales_dropped,
     "zero_point_dropped": _zero_points_dropped,
+    ORDER_WEAKENED: _orders_weakened,
 }
 KINDS = tuple(_SITES)
 

@@ -28,6 +28,7 @@ from tkernels.verification.check import check_case, drawn_cases, wide_cases
 from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
 from tkernels.verification.offsets import check_offsets
+from tkernels.verification.races import check_races
 
 WARM_CASES = 6
 MAX_BYTES = 24 * 2**30
@@ -112,7 +113,7 @@ def _limited(seconds: float) -> None:
 def _killed(variant: Variant, stages: Mapping[str, Sequence[Drawn]], seconds: float, tell: Tell) -> Answer:
     """Who noticed: a wrong value or a crash; or that nobody did. The case is told before it is tried.
 
-    stages: "plain" and "offsets", with the cases of each, in the order in which they are tried.
+    stages: "plain", "offsets" and "races", with the cases of each, in the order in which they are tried.
     """
     for stage, drawn in stages.items():
         resource.setrlimit(resource.RLIMIT_AS, _LIMITED if stage == "plain" else _WITHOUT_LIMIT)
@@ -126,9 +127,9 @@ def _killed(variant: Variant, stages: Mapping[str, Sequence[Drawn]], seconds: fl
                     return {"verdict": verdict, "reason": result.reason or _RULE}
             else:
                 try:
-                    check_offsets(variant, case, config)
+                    (check_offsets if stage == "offsets" else check_races)(variant, case, config)
                 except Exception as error:
-                    return {"verdict": "crash", "reason": f"offsets: {error}"}
+                    return {"verdict": "crash", "reason": f"{stage}: {error}"}
     return {"verdict": "survived"}
 
 
@@ -155,7 +156,7 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     def run(tell: Tell) -> Answer:
         if task["source"] is not None:
             _plant(task, variant)
-        cases_of = {"plain": plain, "offsets": for_offsets}
+        cases_of = {"plain": plain, "offsets": for_offsets, "races": plain}
         return _killed(variant, {stage: cases_of[stage] for stage in task["stages"]}, task["seconds"], tell)
 
     return run

@@ -5,13 +5,11 @@ order. What no order of whole programs shows, two programs that store different 
 keeping what each stores; so is one store whose own lanes do, of which a GPU keeps any.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
@@ -22,9 +20,10 @@ from tkernels.interpreter import replaced_methods
 from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.variant import Variant
-from tkernels.verification.addresses import sanitizing_door
+from tkernels.verification.addresses import place_of, sanitizing_door
 from tkernels.verification.calls import call, first_difference
 from tkernels.verification.check import check_case
+from tkernels.verification.program_order import permuted_programs, programs_of
 from tkernels.verification.sanitizers.base import Sanitizer
 
 ORDERS = ("reversed", "shuffled 1", "shuffled 2")
@@ -69,34 +68,15 @@ def _torn(addresses: np.ndarray, patterns: np.ndarray) -> int | None:
     return int(addresses[bad[0]]) if len(bad) else None
 
 
-def _place(arguments: Mapping[str, Any], address: int) -> str:
-    """In words, counted from where the nearest tensor begins."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
-    near = min(tensors, key=lambda name: abs(address - tensors[name].data_ptr()))
-    return f"byte {address - tensors[near].data_ptr()} of {near!r}"
-
-
-def ordered(programs: list[tuple[int, ...]], order: str) -> list[tuple[int, ...]]:
-    """The programs of a grid in another order: "reversed", or "shuffled N" with N as the seed."""
-    if order == "reversed":
-        return programs[::-1]
-    permutation = np.random.default_rng(int(order.split()[1])).permutation(len(programs))
-    return [programs[i] for i in permutation]
-
-
 def permuting_door(order: str) -> Door:
     """The interpreter with the grid in another order, which refuses stores that conflict."""
     builder = triton_interpreter.interpreter_builder
 
     def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        programs = list(itertools.product(*(range(n) for n in (*grid, 1, 1)[:3])))
-        places = dict(zip(programs, ordered(programs, order), strict=True))
+        programs = programs_of(grid)
         number = {program: index for index, program in enumerate(programs)}
         stores = _Stores()
-        set_program, store = builder.set_grid_idx, builder.create_masked_store
-
-        def set_permuted(*program: int) -> None:
-            set_program(*places[program])
+        store = builder.create_masked_store
 
         def kept_store(ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
             addresses, values, live = np.broadcast_arrays(ptrs.data, value.data, mask.data)
@@ -107,7 +87,7 @@ def permuting_door(order: str) -> Door:
             if (address := _torn(where, patterns)) is not None:
                 raise StoreConflictError(
                     f"{kernel.__name__}: lanes of one store of program {builder.grid_idx} store different values at "
-                    f"{_place(arguments, address)}"
+                    f"{place_of(arguments, address)}"
                 )
             stores.kept.append((number[builder.grid_idx], where, patterns))
             return store(ptrs, value, mask, *rest)
@@ -119,18 +99,18 @@ def permuting_door(order: str) -> Door:
 
             return note
 
-        with replaced_methods(
-            set_grid_idx=set_permuted,
+        noting = replaced_methods(
             create_masked_store=kept_store,
             create_atomic_rmw=noted(builder.create_atomic_rmw),
             create_atomic_cas=noted(builder.create_atomic_cas),
-        ):
+        )
+        with permuted_programs(grid, order), noting:
             sanitizing_door(kernel, grid, arguments, config)
         if conflict := stores.conflict():
             address, one, other = conflict
             raise StoreConflictError(
                 f"{kernel.__name__}: programs {programs[one]} and {programs[other]} store different values at "
-                f"{_place(arguments, address)}"
+                f"{place_of(arguments, address)}"
             )
 
     return door
