@@ -389,25 +389,37 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
 # Who asks.
 
 
-def test_the_key_guards_every_route_but_three(start: Start) -> None:
+@pytest.mark.parametrize(("root", "prefix"), [("", ""), ("/llm", "/llm"), ("/llm", "")])
+def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Start) -> None:
     server, client = start(keys=KEYS)
+    server.app.root_path = root
     routes = [route for route in server.app.routes if isinstance(route, Route)]
     assert len(routes) > 12
     for route in routes:
         for method in sorted(route.methods or ()):
-            path = route.path.replace("{model:path}", "random")
+            path = prefix + route.path.replace("{model:path}", "random")
             body = b"{}" if method == "POST" else None
             for headers in ({}, bearer("wrong-0123456789"), {"authorization": f"Basic {ALICE}"}):
                 answer = server.ask(method, path, body, headers)
-                if path in OPEN_PATHS:
+                if route.path in OPEN_PATHS:
                     assert answer.status == 200, path
                 else:
                     assert answer.status == 401, path
-    assert server.get("/no/such/route").status == 401
-    assert server.get("/v1/models", bearer(ALICE)).status == 200
-    assert server.get("/v1/models", bearer(ADMIN)).status == 401
-    assert server.post("/admin/kernels", {}, bearer(ALICE)).status == 401
+    assert server.get(f"{prefix}/no/such/route").status == 401
+    assert server.get(f"{prefix}/v1/models", bearer(ALICE)).status == 200
+    assert server.get(f"{prefix}/v1/models", bearer(ADMIN)).status == 401
+    swap = {"kernels": {"paged_decode": "torch"}}
+    assert server.post(f"{prefix}/admin/kernels", swap, bearer(ALICE)).status == 401
+    assert server.post(f"{prefix}/admin/kernels", swap, bearer(ADMIN)).status == 200
     assert client.submitted == []
+
+
+def test_without_keys_nobody_swaps_kernels(start: Start) -> None:
+    server, _ = start()
+    for root in ("", "/llm"):
+        server.app.root_path = root
+        for prefix in {"", root}:
+            assert server.post(f"{prefix}/admin/kernels", {"kernels": {"paged_decode": "torch"}}).status == 404
 
 
 def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
