@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tsched.requests.prompts import MAX_PRIORITY
 from tsched.serving.protocol.errors import ApiError
 from tsched.torch_free import TKernelsError, suggest_name
 
@@ -18,6 +19,9 @@ OPEN_PATHS = frozenset({"/health", "/live", "/ready"})
 """What answers without a key: it says nothing about anybody's requests."""
 
 ADMIN_PREFIX = "/admin/"
+
+MAX_PART = MAX_PRIORITY // 2
+"""Of a tenant's priority and of what a request adds to it: their sum is one that the engine takes."""
 
 
 class KeyFileError(TKernelsError, ValueError):
@@ -30,7 +34,7 @@ class Tenant:
 
     Attributes:
         name: In logs and rates.
-        priority: Added to the priority that a request asks for; lower goes first, with order="priority".
+        priority: Of the tenant's most urgent request; lower goes first, with order="priority".
         is_admin: Whether the key is for /admin/ routes, and for them alone.
     """
 
@@ -138,8 +142,24 @@ def _read_entries(file: Path, entries: Sequence[Any]) -> dict[str, Tenant]:
             raise KeyFileError(f"{file}: entry {place}: a key has 16 ASCII characters or more, and no spaces")
         if key in tenants:
             raise KeyFileError(f"{file}: entry {place} has the key of another")
-        tenants[key] = Tenant(entry.get("tenant", str(place)), entry.get("priority", 0), entry.get("admin", False))
+        if abs(priority := entry.get("priority", 0)) > MAX_PART:
+            raise KeyFileError(f"{file}: entry {place}: priority must be from {-MAX_PART} to {MAX_PART}")
+        tenants[key] = Tenant(entry.get("tenant", str(place)), priority, entry.get("admin", False))
+    _check_names(file, entries)
     return tenants
+
+
+def _check_names(file: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses an empty name, and one that is the place of an entry without a name: they would be one tenant."""
+    named = {entry["tenant"]: place for place, entry in reversed([*enumerate(entries)]) if "tenant" in entry}
+    if "" in named:
+        raise KeyFileError(f"{file}: entry {named['']}: tenant must not be empty")
+    for place, entry in enumerate(entries):
+        if "tenant" not in entry and str(place) in named:
+            other = named[str(place)]
+            raise KeyFileError(
+                f"{file}: entry {other}: tenant '{place}' is entry {place}, which has no name: give it one"
+            )
 
 
 def _digest(key: str) -> bytes:

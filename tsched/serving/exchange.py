@@ -136,7 +136,7 @@ class Exchange(Response):
             request = await loop.run_in_executor(self._front.pool, parse_request, self._kind, body)
         else:
             request = parse_request(self._kind, body)
-        sampling = check_request(request, self._front.facts())
+        sampling = check_request(request, self._front.facts(), may_hurry=self._front.keys is None)
         self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:

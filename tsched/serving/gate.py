@@ -8,6 +8,7 @@ import re
 import time
 import uuid
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tsched.serving.auth import Tenant, check_access
@@ -51,7 +52,7 @@ class Gate:
         try:
             _check_headers(scope, self._front.limits.max_header_bytes)
             authorization = [value for name, value in scope["headers"] if name == b"authorization"]
-            path = scope["path"]
+            path = get_route_path(scope)  # the router's own reading: what it strips is no part of what is guarded
             state["tenant"] = check_access(self._front.keys, path, authorization[0] if authorization else None)
             await self._app(scope, receive, send_with_id)
         except ApiError as error:

@@ -12,7 +12,7 @@ from tsched.requests.chat_template import ChatEncoder
 from tsched.requests.errors import ArgumentTypeError, RefusedError
 from tsched.requests.prompts import Conversation, check_named_ids
 from tsched.requests.sampling_params import SamplingParams
-from tsched.serving.auth import Tenant
+from tsched.serving.auth import MAX_PART, Tenant
 from tsched.serving.engine_client import EngineRequest, ModelFacts, read_sampling
 from tsched.serving.protocol.chat import ChatRequest, ConversationRequest
 from tsched.serving.protocol.completions import CompletionRequest
@@ -23,7 +23,6 @@ from tsched.serving.text import TextCodec, check_text, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
 _RENDERED = {"role", "content", "name"}  # of a message; of its other fields none says anything
-MAX_PRIORITY = 2**30  # of a request; the tenant's is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +94,13 @@ def check_model(asked: str | None, facts: ModelFacts) -> None:
         raise ApiError(404, message, "model_not_found", param="model")
 
 
-def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, Any]:
+def check_request(request: GenerationRequest, facts: ModelFacts, *, may_hurry: bool) -> dict[str, Any]:
     """Checks all that needs no tokens.
+
+    Args:
+        request: As it was parsed.
+        facts: Of the model.
+        may_hurry: Whether it may ask for a priority before its tenant's, as where there is one tenant alone.
 
     Returns:
         Keywords of SamplingParams, without max_tokens.
@@ -106,8 +110,10 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> dict[str, An
     """
     check_model(request.model, facts)
     _check_pairs(request)
-    if abs(request.priority or 0) > MAX_PRIORITY:
-        raise invalid_value(f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}", "priority")
+    least = -MAX_PART if may_hurry else 0
+    if not least <= (request.priority or 0) <= MAX_PART:
+        why = "" if may_hurry else ": it is added to the key's, which no request makes more urgent"
+        raise invalid_value(f"priority must be from {least} to {MAX_PART}{why}", "priority")
     sampling = request.sampling()
     top_logprobs = _top_logprobs(request)
     if top_logprobs is not None:
@@ -322,7 +328,8 @@ def encode_chat(
     if chats is None:
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
-    num_chars = sum(len(message.text) for message in messages)
+    variables = request.chat_template_kwargs or {}
+    num_chars = sum(one.num_chars for one in messages) + sum(len(v) for v in variables.values() if isinstance(v, str))
     if num_chars > facts.max_model_len * codec.max_token_chars and not may_be_long:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
@@ -330,7 +337,7 @@ def encode_chat(
         [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs or {},
+        variables=variables,
     )
     try:
         text, token_ids = chats.encode(conversation, add_special_tokens=add_special_tokens)

@@ -18,8 +18,9 @@ from starlette.routing import Route
 
 from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient
+from tsched.requests.prompts import check_priority
 from tsched.serving.app import create_app
-from tsched.serving.auth import OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
+from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.limits import ServerLimits
 
 TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 3}
@@ -389,25 +390,37 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
 # Who asks.
 
 
-def test_the_key_guards_every_route_but_three(start: Start) -> None:
+@pytest.mark.parametrize(("root", "prefix"), [("", ""), ("/llm", "/llm"), ("/llm", "")])
+def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Start) -> None:
     server, client = start(keys=KEYS)
+    server.app.root_path = root
     routes = [route for route in server.app.routes if isinstance(route, Route)]
     assert len(routes) > 12
     for route in routes:
         for method in sorted(route.methods or ()):
-            path = route.path.replace("{model:path}", "random")
+            path = prefix + route.path.replace("{model:path}", "random")
             body = b"{}" if method == "POST" else None
             for headers in ({}, bearer("wrong-0123456789"), {"authorization": f"Basic {ALICE}"}):
                 answer = server.ask(method, path, body, headers)
-                if path in OPEN_PATHS:
+                if route.path in OPEN_PATHS:
                     assert answer.status == 200, path
                 else:
                     assert answer.status == 401, path
-    assert server.get("/no/such/route").status == 401
-    assert server.get("/v1/models", bearer(ALICE)).status == 200
-    assert server.get("/v1/models", bearer(ADMIN)).status == 401
-    assert server.post("/admin/kernels", {}, bearer(ALICE)).status == 401
+    assert server.get(f"{prefix}/no/such/route").status == 401
+    assert server.get(f"{prefix}/v1/models", bearer(ALICE)).status == 200
+    assert server.get(f"{prefix}/v1/models", bearer(ADMIN)).status == 401
+    swap = {"kernels": {"paged_decode": "torch"}}
+    assert server.post(f"{prefix}/admin/kernels", swap, bearer(ALICE)).status == 401
+    assert server.post(f"{prefix}/admin/kernels", swap, bearer(ADMIN)).status == 200
     assert client.submitted == []
+
+
+def test_without_keys_nobody_swaps_kernels(start: Start) -> None:
+    server, _ = start()
+    for root in ("", "/llm"):
+        server.app.root_path = root
+        for prefix in {"", root}:
+            assert server.post(f"{prefix}/admin/kernels", {"kernels": {"paged_decode": "torch"}}).status == 404
 
 
 def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
@@ -417,8 +430,18 @@ def test_tenants_have_salts_and_priorities_of_their_own(start: Start) -> None:
             assert server.post("/v1/completions", TEXT | salt | {"priority": 1}, bearer(key)).status == 200
     assert len({one.cache_salt for one in client.submitted}) == 4
     assert [one.priority for one in client.submitted] == [1, 1, 6, 6]
+    hurried = server.post("/v1/completions", TEXT | {"priority": -6}, bearer(BOB))
+    assert (hurried.status, hurried.error["param"]) == (400, "priority"), "Bob would go before Alice"
     server.post("/v1/completions", TEXT, bearer(ALICE) | {"x-request-id": "mine"})
     assert "mine" not in client.submitted[-1].request_id, "nobody else can name it"
+
+
+def test_without_keys_a_request_may_hurry_and_the_engine_takes_the_highest_sum(start: Start) -> None:
+    server, client = start()
+    for priority in (-MAX_PART, MAX_PART):
+        assert server.post("/v1/completions", TEXT | {"priority": priority}).status == 200
+        assert check_priority(client.submitted[-1].priority + priority) == 2 * priority
+    assert server.post("/v1/completions", TEXT | {"priority": -MAX_PART - 1}).error["param"] == "priority"
 
 
 def test_a_request_of_the_same_name_is_not_anothers(start: Start) -> None:
@@ -469,6 +492,9 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         (f"- {{key: {ALICE}}}\n- {{key: {BOB}", "line 2: not YAML$"),
         (f"- {{key: !!python/name:{ALICE} {ALICE}}}", "line 1: not YAML$"),
         ("- {key: 1234567890123456}", "key must be a str"),
+        (f"- {{key: {ALICE}, priority: {-MAX_PART - 1}}}", f"entry 0: priority must be from {-MAX_PART}"),
+        (f"- {{key: {ALICE}, tenant: ''}}", "entry 0: tenant must not be empty"),
+        (f"- {{key: {ALICE}, tenant: '1'}}\n- {{key: {BOB}}}", "entry 0: tenant '1' is entry 1, which has no name"),
     ):
         file.write_text(text)
         with pytest.raises(KeyFileError, match=said) as caught:
