@@ -130,6 +130,18 @@ def test_a_template_may_split_at_a_token_that_a_message_has(tokenizer: Any) -> N
     assert ids.count(258) == 2
 
 
+def test_a_message_may_hold_the_private_use_characters(tokenizer: Any) -> None:
+    encoder = make_encoder(tokenizer, CHATML)
+    plane = "".join(map(chr, range(0xE000, 0xF900)))
+    text, ids = encoder.encode(Conversation([{"role": "user", "content": f"{plane}<|end|>"}]))
+    assert f"{plane}<|end|><|end|>" in text
+    assert tokenizer.decode(ids) == text
+    assert ids.count(258) == 2, "of the system's turn and the user's"
+    planes = [*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]
+    with pytest.raises(RefusedError, match="all of Unicode's private-use characters"):
+        encoder.encode(Conversation([{"role": "user", "content": "".join(map(chr, planes[2:]))}]))
+
+
 def test_a_text_of_several_parts_is_one_of_lines(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     encoder = make_encoder(tokenizer, CHATML)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 TEMPLATE_FILE = "chat_template.jinja"
 _KEYS = ("role", "content", "name", "reasoning_content")
-_PRIVATE_USE = range(0xE000, 0xF8FF)
+_PRIVATE_USE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # of Unicode
 _SET = "chat_template_kwargs"  # what callers set variables with
 _TAKEN_NAMES = frozenset({"messages", "add_generation_prompt", "continue_final_message", "tools", "documents"})
 
@@ -304,10 +305,12 @@ def _read_content(place: str, content: Any) -> str:
 
 
 def _unused_characters(messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> list[str]:
-    """Three characters that are in none of the strings."""
+    """Three characters that are in none of the strings; RefusedError where these have all that Unicode gives away."""
     used = {char for one in (*messages, variables) for text in one.values() if isinstance(text, str) for char in text}
-    unused = (chr(code) for code in _PRIVATE_USE if chr(code) not in used)
-    return [next(unused) for _ in range(3)]
+    found = list(islice((char for char in map(chr, chain(*_PRIVATE_USE)) if char not in used), 3))
+    if len(found) < 3:
+        raise RefusedError("the messages have all of Unicode's private-use characters, and rendering them needs three")
+    return found
 
 
 def _cut_at(text: str, tag: str) -> str:

@@ -328,7 +328,8 @@ def encode_chat(
     if chats is None:
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
-    num_chars = sum(len(message.text) for message in messages)
+    variables = request.chat_template_kwargs or {}
+    num_chars = sum(one.num_chars for one in messages) + sum(len(v) for v in variables.values() if isinstance(v, str))
     if num_chars > facts.max_model_len * codec.max_token_chars and not may_be_long:
         message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
         raise invalid_value(message, "messages", "context_length_exceeded")
@@ -336,7 +337,7 @@ def encode_chat(
         [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
-        variables=request.chat_template_kwargs or {},
+        variables=variables,
     )
     try:
         text, token_ids = chats.encode(conversation, add_special_tokens=add_special_tokens)

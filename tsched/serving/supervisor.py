@@ -54,6 +54,7 @@ class _Served:
         num_lives: Workers that had it.
         has_sent: Whether its consumer was given anything.
         starts_over: Whether that is void, and the next worker has sent nothing yet.
+        is_aborted: Whether its worker was told to end it: no other one gets it.
     """
 
     request: EngineRequest
@@ -61,6 +62,7 @@ class _Served:
     num_lives: int = 0
     has_sent: bool = False
     starts_over: bool = False
+    is_aborted: bool = False
 
 
 class SupervisedClient:
@@ -173,11 +175,16 @@ class SupervisedClient:
         served = self._served.get(request_id)
         if served is None:
             return
-        if self._worker is not None and self._state != "restarting":
+        if self._worker is None or self._state == "restarting":
+            self._end_aborted(served)
+        else:
+            served.is_aborted = True
             self._worker.send({"kind": "abort", "id": request_id})
-            return
+
+    def _end_aborted(self, served: _Served) -> None:
+        """Ends a request that no worker has."""
         count = read_sampling(served.request.sampling).n
-        del self._served[request_id]
+        del self._served[served.request.request_id]
         served.stream.put(Delta([SampleDelta(i, [], "", None, "abort") for i in range(count)], True))
 
     def stats(self) -> StatsSnapshot:
@@ -323,11 +330,7 @@ class SupervisedClient:
             self._before, self._stats = add_counts(self._before, idle), forget_counts(idle)
         if self._state == "restarting":
             self._note_failed_start()
-        for served in [*self._served.values()]:
-            served.starts_over = served.has_sent
-            if (served.has_sent and not served.stream.may_start_over) or served.num_lives >= _MOST_LIVES:
-                del self._served[served.request.request_id]
-                served.stream.fail(EngineFailedError(reason))
+        self._part_with_worker(reason)
         now = time.monotonic()
         self._deaths.append(now)
         delay = restart_delay(self._deaths, now)
@@ -340,6 +343,16 @@ class SupervisedClient:
         LOG.error("%s; it is started again in %g s, %d requests wait for it", reason, delay, len(self._served))
         self._state, self._restart_at = "restarting", now + delay
         self._keep(self._restart(delay))
+
+    def _part_with_worker(self, reason: str) -> None:
+        """Ends the requests that no other worker may have."""
+        for served in [*self._served.values()]:
+            served.starts_over = served.has_sent
+            if served.is_aborted:
+                self._end_aborted(served)
+            elif (served.has_sent and not served.stream.may_start_over) or served.num_lives >= _MOST_LIVES:
+                del self._served[served.request.request_id]
+                served.stream.fail(EngineFailedError(reason))
 
     def _note_failed_start(self) -> None:
         """A worker died before it was ready. After two with swapped kernels, the next has those of the start."""

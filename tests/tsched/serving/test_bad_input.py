@@ -97,6 +97,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TALK, talk(tool_calls=[{"id": "a"}]), "invalid_value", "messages"),
     (TALK, talk(refusal="no"), "invalid_value", "messages"),
     (TALK, talk(content="word " * 9999), "context_length_exceeded", "messages"),
+    (TALK, talk(content="x", name="word " * 9999), "context_length_exceeded", "messages"),
+    (TALK, {"chat_template_kwargs": {"tone": "word " * 9999}}, "context_length_exceeded", "messages"),
     (TALK, {"max_completion_tokens": 3}, "invalid_value", "max_completion_tokens"),
     (TALK, {"chat_template_kwargs": {"messages": "a"}}, "invalid_value", "chat_template_kwargs"),
     (TALK, {"chat_template_kwargs": {"tools": None}}, "invalid_value", "chat_template_kwargs"),

@@ -328,6 +328,25 @@ def test_aborts_reach_requests_in_a_worker_and_between_two(tmp_path: Path) -> No
     serve(tmp_path, main)
 
 
+def test_what_was_aborted_in_a_hung_worker_goes_to_no_other(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        left, awaited = ask(client, "a", SILENT), ask(client, "b", SILENT)
+        pid = client.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await left.aclose()
+        client.abort("b")
+        os.kill(pid, signal.SIGKILL)
+        while client.worker_pid is not None:
+            await asyncio.sleep(0.01)
+        assert client._served == {}
+        assert [delta.samples[0].finish_reason async for delta in awaited] == ["abort"]
+        await until_ready(client)
+        assert [delta.is_last async for delta in ask(client, "a", ANSWER)][-1], "its name is free"
+
+    serve(tmp_path, main)
+
+
 def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "MAX_FRAME_BYTES", 10_000)
     with pytest.raises(TypeError):
