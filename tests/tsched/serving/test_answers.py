@@ -187,6 +187,22 @@ def test_echo_scores_the_prompt_as_lm_eval_reads_it(
         assert logprobs[1:] == pytest.approx(own + new, abs=1e-5)
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_echo_without_a_text_has_its_log_probabilities_too(
+    has_tokenizer: bool, server: RunningServer, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special tokens have no text, and nothing has one where there is no tokenizer."""
+    if not has_tokenizer:
+        monkeypatch.setattr(server.front, "codec", None)
+    body = {"model": "random", "prompt": [0, 0], "echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = server.post("/v1/completions", body).json["choices"]
+    (output,) = generate(llm, [[0, 0]], prompt_logprobs=1, max_tokens=0)
+    assert choice["text"] == ""
+    assert choice["logprobs"]["tokens"] == (["<end>"] * 2 if has_tokenizer else ["token_id:0"] * 2)
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1] == pytest.approx(output.prompt_logprobs[1][0].logprob, abs=1e-5)
+
+
 def test_echo_alone_repeats_the_prompt(server: RunningServer) -> None:
     body = {"model": "random", "prompt": PROMPTS[0], "echo": True, "max_tokens": 0}
     answer = server.post("/v1/completions", body).json
