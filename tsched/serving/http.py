@@ -139,7 +139,7 @@ class DrainingServer(uvicorn.Server):
     def _cut_connections(self) -> None:
         """Ends the connections that are left: to be closed, they would have to be read."""
         for connection in list(self.server_state.connections):
-            connection.transport.abort()  # type: ignore[union-attr]
+            connection.transport.abort()
 
 
 class DeadlineProtocol(H11Protocol):
