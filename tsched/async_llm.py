@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from tkernels.errors import TKernelsError
-from tsched.execution.engine_thread import EngineThread
+from tsched.execution.engine_thread import EngineThread, NobodyListensError
 from tsched.execution.news import News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
@@ -198,7 +198,9 @@ class AsyncLLM(ServedModel):
             swap = await asyncio.to_thread(self._plan_swap, choices)
             try:
                 return await asyncio.wrap_future(session.thread.call(swap))
-            except RuntimeError:  # it ended since we looked
+            except RuntimeError:
+                if not session.thread.has_ended:
+                    raise  # the swap's own
                 raise _engine_error(session.thread.failure) from session.thread.failure
 
     async def drain(self) -> None:
@@ -282,16 +284,22 @@ class _Session:
         self.tickets: dict[str, Ticket] = {}  # by their names, until somebody aborts them
         self.swapping = asyncio.Lock()
         self._ended = asyncio.Event()
-        call_soon = self.loop.call_soon_threadsafe
         self.thread = EngineThread(
             llm._engine,
             self._start,
             llm._texts,
-            on_news=lambda news: call_soon(self._hand_out, news),
-            on_end=lambda failure: call_soon(self._note_end, failure),
+            on_news=partial(self._call_soon, self._hand_out),
+            on_end=partial(self._call_soon, self._note_end),
             is_abandoned=self._is_abandoned,
             name=f"engine of {llm.directory.name}",
         )
+
+    def _call_soon(self, act: Callable[[Any], object], argument: Any) -> None:
+        """Has the loop call `act`; the thread does."""
+        try:
+            self.loop.call_soon_threadsafe(act, argument)
+        except RuntimeError as error:  # it is closed, and its tasks with it
+            raise NobodyListensError(str(error)) from error
 
     @property
     def has_ended(self) -> bool:

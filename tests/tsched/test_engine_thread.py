@@ -12,7 +12,7 @@ from tokenizers import decoders
 
 from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
 from tsched import LLM, SamplingParams
-from tsched.execution.engine_thread import EngineThread
+from tsched.execution.engine_thread import EngineThread, NobodyListensError
 from tsched.execution.news import News
 from tsched.serving.engine_records import make_scores
 
@@ -142,6 +142,26 @@ def test_every_request_is_told_of_the_threads_end(llm: LLM, monkeypatch: pytest.
         assert sorted(ends) == list(range(1 + number))
     with pytest.raises(RuntimeError, match="has ended"):
         thread.submit(tickets[0])
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NobodyListensError])
+def test_what_taking_the_news_raises_is_the_threads_failure_unless_nobody_listens(
+    llm: LLM, kind: type[Exception]
+) -> None:
+    listener, error = Listener(), kind("the news cannot be made")
+
+    def take(news: list[News]) -> None:
+        listener.steps.append(news)
+        if len(listener.steps) == 2:
+            raise error
+
+    thread = llm.start_thread(take, listener.on_end)
+    ticket = llm.make_ticket("0", PROMPTS[3], SamplingParams(max_tokens=30, ignore_eos=True))
+    thread.submit(ticket)
+    assert listener.ended.wait(30)
+    failure = None if kind is NobodyListensError else error
+    assert listener.ends == [thread.failure] == [ticket.failure] == [failure]
+    assert listener.of("0")[-1].error == (failure and "the engine failed: RuntimeError: the news cannot be made")
 
 
 class Breaks:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,6 +28,7 @@ from tsched.requests.errors import RefusedError, RequestFault
 from tsched.requests.prompts import PreparedRequest
 from tsched.requests.token_texts import TokenTexts
 from tsched.scheduling.sequence import Ints
+from tsched.torch_free import TKernelsError
 
 ALL = slice(None)
 _IDLE_S = 1.0  # seconds after which an idle thread checks whether anybody can still submit requests
@@ -53,6 +55,10 @@ class _Sample:
         return not (self.has_no_text or self.wants_logprobs or self.stops_at_text)
 
 
+class NobodyListensError(TKernelsError, RuntimeError):
+    """Whoever took the news is gone: the thread ends, and the engine has not failed."""
+
+
 class EngineThread:
     """Runs `engine` until it is told to stop, or until a step raises.
 
@@ -64,9 +70,10 @@ class EngineThread:
         texts: Labels the tokens of log-probabilities; None leaves them without labels.
         on_news: Called on the thread after each step that brought some, with the news of all requests in one list. A
             request's last news has `is_last`; every submitted request gets it, also one that was refused, aborted, or
-            caught by the thread's end. It raises RuntimeError where nobody listens any more.
+            caught by the thread's end. It raises NobodyListensError where nobody listens any more. All else that it
+            raises ends the thread as its failure.
         on_end: Called on the thread, once, as its last act, after the last news: with the engine's exception, or None
-            where the thread was told to stop.
+            where the thread was told to stop. It raises NobodyListensError as `on_news`.
         is_abandoned: Whether nobody can submit requests or take news any more. The thread then aborts everything and
             ends within a second.
         name: Of the thread.
@@ -192,12 +199,15 @@ class EngineThread:
         for ticket in left:
             ticket.failure = self.failure
         news = [one for ticket in left for one in self._tell_ends(ticket, reason, why)]
-        try:
-            if news:
-                self._on_news(news)
+        with suppress(NobodyListensError):
+            try:
+                if news:
+                    self._on_news(news)
+            except NobodyListensError:
+                raise
+            except BaseException as error:
+                self.failure = self.failure or error
             self._on_end(self.failure)
-        except RuntimeError:
-            return  # the loop is closed, and its tasks with it
 
     def _serve(self) -> None:
         engine, commands = self._engine, self._commands
@@ -265,7 +275,7 @@ class EngineThread:
         if news:
             try:
                 self._on_news(news)
-            except RuntimeError:
+            except NobodyListensError:
                 self._must_stop.set()
 
     def _report_running(self, news: list[News]) -> None:

@@ -7,7 +7,9 @@ stops) cancels that task with a reason, wherever it waits: so there is one way t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,7 @@ from tsched.serving.engine_client import (
     RequestRefusedError,
 )
 from tsched.serving.front_end import FrontEnd
-from tsched.serving.protocol.errors import ApiError, engine_failure, invalid_value, unavailable
+from tsched.serving.protocol.errors import ApiError, engine_failure, internal_failure, invalid_value, unavailable
 from tsched.serving.protocol.json_body import parse_request
 from tsched.serving.protocol.sampling import GenerationRequest
 from tsched.serving.requests import (
@@ -40,6 +42,7 @@ from tsched.serving.requests import (
 )
 from tsched.serving.responses import Answer, error_frame
 
+LOG = logging.getLogger("tsched.serving")
 _INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
 _LOOK_S = 0.5  # between two looks at what a reader has left unread
 _NUMBER_BYTES = 80  # of memory, of a token id or log-probability that waits
@@ -88,6 +91,7 @@ class Exchange(Response):
         self._task: asyncio.Task[Any] | None = None
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._is_started = False  # the response, so its status is sent
+        self._is_whole = False  # its last byte is sent
         self._sending_since: float | None = None
         self._streams: list[DeltaStream] = []
         self._written_at = 0.0
@@ -109,16 +113,13 @@ class Exchange(Response):
         except (ApiError, ClientGoneError) as error:
             await self._fail(error)
         except Exception:
-            self.outcome.error = "internal_error"
-            raise
+            LOG.exception("a request failed")
+            await self._fail(internal_failure())
         finally:
+            self._front.exchanges.discard(self)  # first of all: a server that stops waits for it
+            self._stop_timers()
             outcome = self.outcome
             self._meter.end(outcome.status, outcome.error, outcome.finish_reasons, outcome.num_prompt_tokens)
-            for timer in self._timers.values():
-                timer.cancel()
-            if self._pinging is not None:
-                self._pinging.cancel()
-            self._front.exchanges.discard(self)
 
     def end(self, reason: ApiError | ClientGoneError) -> None:
         """Ends the request early; the first reason is said."""
@@ -185,7 +186,8 @@ class Exchange(Response):
         try:
             streams += front.client.submit(*job.requests)
             self._let_start_over(True)
-            await (self._stream if job.stream else self._gather)(answer, _merge(streams), ticket)
+            async with aclosing(_merge(streams)) as deltas:
+                await (self._stream if job.stream else self._gather)(answer, deltas, ticket)
         except RequestRefusedError as error:
             raise refuse(request, error) from None
         except EngineUnavailableError as error:
@@ -250,6 +252,12 @@ class Exchange(Response):
             pass
         self.end(ClientGoneError())
 
+    def _stop_timers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
     def _end_after(self, name: str, seconds: float, message: str, code: str) -> None:
         error = ApiError(504, f"{message} ({seconds:g} s)", code, kind="timeout_error")
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, self.end, error)
@@ -282,15 +290,20 @@ class Exchange(Response):
 
     async def _fail(self, error: ApiError | ClientGoneError) -> None:
         """Says the error where somebody may hear it: as a response, or as a stream's last event."""
+        self._stop_timers()
         if isinstance(error, ClientGoneError):
             self.outcome.error = "client_gone"
             return
         self.outcome.error = error.code
-        if not self._is_started:
-            headers = [*_JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
-            await self._respond(error.status, headers, error.body)
-        else:
-            await self._write(error_frame(error), more=False)
+        if self._is_whole:
+            return
+        with suppress(TimeoutError):  # of a reader who leaves a full connection unread
+            async with asyncio.timeout(self._front.limits.write_timeout):
+                if not self._is_started:
+                    headers = [*_JSON, *((name.encode(), value.encode()) for name, value in error.headers.items())]
+                    await self._respond(error.status, headers, error.body)
+                else:
+                    await self._write(error_frame(error), more=False)
 
     async def _respond(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         await self._start(status, [*headers, (b"content-length", str(len(body)).encode())])
@@ -306,9 +319,11 @@ class Exchange(Response):
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         if more:  # else nothing may follow, not even a comment
             self._sending_since = None
+        else:
+            self._is_whole = True
 
 
-async def _merge(streams: Sequence[DeltaStream]) -> AsyncIterator[tuple[int, Delta]]:
+async def _merge(streams: Sequence[DeltaStream]) -> AsyncGenerator[tuple[int, Delta], None]:
     """(place, delta) of all streams as they come; an error of one ends all."""
     if len(streams) == 1:
         async for delta in streams[0]:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tsched.serving.auth import Tenant, check_access
 from tsched.serving.front_end import FrontEnd
-from tsched.serving.protocol.errors import ApiError
+from tsched.serving.protocol.errors import ApiError, internal_failure
 
 ACCESS = logging.getLogger("tsched.serving.access")
 _SOUND_ID = re.compile(rb"[\x21-\x7e]{1,128}")
@@ -60,8 +60,7 @@ class Gate:
         except Exception:
             logging.getLogger("tsched.serving").exception("a request failed")
             if not status:
-                message = "the server failed at this request"
-                await send_error(send_with_id, ApiError(500, message, "internal_error", kind="server_error"))
+                await send_error(send_with_id, internal_failure())
         finally:
             _log(scope, request_id, status, time.monotonic() - began)
 

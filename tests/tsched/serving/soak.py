@@ -4,7 +4,7 @@
 
 Of the requests a fifth leave early, at a random moment, and a twentieth are refused. After a third of the time the
 worker is killed. What was counted must add up, and nothing may be left: requests, blocks, open files, threads; from
-ten minutes on neither process may grow by a MB a minute.
+twenty minutes on neither process may grow by a MB a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tsched.serving.limits import ServerLimits
 
 CLIENTS = 16
 MOST_GROWTH = 1.0  # MB a minute
-_POOLS_FILL = 10.0  # minutes
+_POOLS_FILL = 20.0  # minutes; a worker grows for its first ten
 
 
 @dataclass

@@ -17,11 +17,14 @@ import pytest
 from starlette.routing import Route
 
 from tests.tsched.serving.conftest import Answer, RunningServer
-from tests.tsched.serving.scripted_client import ScriptedClient
+from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
 from tsched.requests.prompts import check_priority
 from tsched.serving.app import create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
+from tsched.serving.exchange import Exchange
 from tsched.serving.limits import ServerLimits
+from tsched.serving.metrics import RequestMeter
+from tsched.serving.responses import Answer as WireAnswer
 
 TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 3}
 TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 3}
@@ -377,6 +380,69 @@ def test_a_failing_engine_is_said_and_no_stream_ends_as_if_it_were_whole(
     assert b"Traceback" not in answer.body
     wait_for(lambda: at_rest(server))
     assert not client.running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_servers_own_failure_is_said_too_and_logged(
+    stream: bool, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = start(pace=0.01)
+    name, calls = "write_chunks" if stream else "write_choices", 0
+    real = getattr(WireAnswer, name)
+
+    def fail(answer: WireAnswer, place: int, delta: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyError("a secret of the server")
+        return real(answer, place, delta)
+
+    close, num_readers = ScriptedStream.aclose, []
+
+    async def close_unread(one: ScriptedStream) -> None:
+        num_readers.append(sum("_merge.<locals>.read" in repr(task) for task in asyncio.all_tasks()))
+        await close(one)
+
+    monkeypatch.setattr(ScriptedStream, "aclose", close_unread)
+    monkeypatch.setattr(WireAnswer, name, fail)
+    answer = server.post("/v1/completions", TEXT | {"stream": stream, "prompt": ["a", "b"]})
+    last = answer.body.decode().removesuffix("\n\n").rpartition("data: ")[2]
+    error = json.loads(last)["error"]
+    assert (answer.status, error["code"], error["type"]) == (200 if stream else 500, "internal_error", "server_error")
+    assert b"[DONE]" not in answer.body
+    assert b"secret" not in answer.body
+    wait_for(lambda: at_rest(server))
+    assert not client.running, "its prompts are aborted"
+    assert "a secret of the server" in caplog.text
+    assert num_readers == [0, 0], "nobody reads a stream that is closed"
+
+
+def test_a_meter_that_fails_leaves_no_request_behind(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = start()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("meter")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RequestMeter, "end", fail)
+        server.post("/v1/completions", TEXT)
+        wait_for(lambda: at_rest(server), 5.0)
+
+
+def test_no_comment_comes_after_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that fails while its last event waits for the connection."""
+    server, _ = start(fails_after=1, limits={"ping_interval": 0.02})
+    real = Exchange._write
+
+    async def slow(exchange: Exchange, body: bytes, *, more: bool = True) -> None:
+        if not more:
+            await asyncio.sleep(0.1)
+        await real(exchange, body, more=more)
+
+    monkeypatch.setattr(Exchange, "_write", slow)
+    events = server.post("/v1/completions", TEXT | {"stream": True}).body.split(b"\n\n")
+    assert b"engine_error" in events[-2]
+    assert b": ping" not in events
 
 
 def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:

@@ -91,6 +91,11 @@ def engine_failure(message: str) -> ApiError:
     return ApiError(500, message, "engine_error", kind="server_error")
 
 
+def internal_failure() -> ApiError:
+    """500: the server itself failed; the log says how, and no answer."""
+    return ApiError(500, "the server failed at this request", "internal_error", kind="server_error")
+
+
 STATUSES: Mapping[int, str] = {
     400: "The request is wrong; `param` names the field",
     401: "The key is missing or unknown",
