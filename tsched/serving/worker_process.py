@@ -37,14 +37,23 @@ class StartedWorker:
 
 
 def start_process() -> StartedWorker:
-    """Starts a worker, which loads torch, and then waits for what to load at its end of the link."""
+    """Starts a worker, which loads torch, and then waits for what to load at its end of the link.
+
+    Raises:
+        OSError: No process or no file is left.
+    """
     ours, theirs = socket.socketpair()
     command = (sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path))
     # A session of its own: Ctrl-C is for the front end, which lets the worker finish.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
-    )
-    theirs.close()
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     return StartedWorker(process, ours)
 
 
