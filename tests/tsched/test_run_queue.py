@@ -60,6 +60,6 @@ def test_blocks_in_use_stay_and_their_run_comes_back_when_it_is_touched() -> Non
     assert first.blocks.size == 0
 
 
-@pytest.mark.parametrize(("num_blocks", "batch"), [(1, 1), (511, 1), (512, 2), (12_288, 48), (10**6, 64)])
+@pytest.mark.parametrize(("num_blocks", "batch"), [(1, 1), (511, 1), (512, 2), (12_288, 48), (10**6, 256)])
 def test_few_blocks_are_evicted_ahead_of_need(num_blocks: int, batch: int) -> None:
     assert eviction_batch(BlockPool(num_blocks, 16)) == batch

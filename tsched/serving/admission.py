@@ -66,8 +66,8 @@ class Admission:
     Args:
         max_in_flight: Completions.
         max_waiting_tokens: Prompt tokens that wait for their first output token.
-        requests_per_minute: Of each key; None is no bound.
-        tokens_per_minute: Of each key; None is no bound.
+        requests_per_minute: Of each tenant; None is no bound.
+        tokens_per_minute: Of each tenant; None is no bound.
 
     Attributes:
         num_in_flight: Completions in work or waiting.
@@ -122,7 +122,7 @@ class Admission:
                 return Refused(reason, f"the request asks for {cost} tokens, and {reason} is {bound}", None)
             if not self._limiter.test(item, reason, key, cost=cost):
                 reset = self._limiter.get_window_stats(item, reason, key).reset_time
-                return Refused(reason, f"{reason} of this key is {bound}", max(0.1, reset - time.time()))
+                return Refused(reason, f"{reason} of this tenant is {bound}", max(0.1, reset - time.time()))
         for reason, (_, item) in self._rates.items():
             self._limiter.hit(item, reason, key, cost=1 if reason == "requests_per_minute" else num_asked)
         return None

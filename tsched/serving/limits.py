@@ -93,12 +93,12 @@ class ServerLimits:
         ),
     ] = None
     requests_per_minute: Annotated[
-        int | None, Option("most requests of each key in a minute, 429 above", none="no bound", ge=1, lt=COUNT_END)
+        int | None, Option("most requests of each tenant in a minute, 429 above", none="no bound", ge=1, lt=COUNT_END)
     ] = None
     tokens_per_minute: Annotated[
         int | None,
         Option(
-            "most tokens of each key in a minute, prompts and asked outputs, 429 above",
+            "most tokens of each tenant in a minute, prompts and asked outputs, 429 above",
             none="no bound",
             unit="tokens",
             ge=1,

@@ -147,7 +147,21 @@ def test_waiting_prompts_are_bounded_by_their_tokens(start: Start) -> None:
     wait_for(lambda: at_rest(server))
 
 
-def test_rates_are_of_each_key(start: Start) -> None:
+def test_tokens_of_a_minute_add_up_over_a_tenants_keys(start: Start) -> None:
+    keys = Keys({ALICE: Tenant("alice"), ADMIN: Tenant("alice"), BOB: Tenant("bob")})
+    server, client = start(limits={"tokens_per_minute": 1000}, keys=keys)
+    body = TEXT | {"n": 4, "max_tokens": 100}
+    answers = [server.post("/v1/completions", body, bearer(key)) for key in (ALICE, ADMIN, ALICE)]
+    assert [one.status for one in answers] == [200, 200, 429]
+    assert (answers[2].error["code"], answers[2].error["type"]) == ("tokens_per_minute", "rate_limit_error")
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 61
+    assert server.post("/v1/completions", TEXT, bearer(ALICE)).status == 200, "a refused one has used up nothing"
+    assert server.post("/v1/completions", body, bearer(BOB)).status == 200
+    assert len(client.submitted) == 4
+    wait_for(lambda: at_rest(server))
+
+
+def test_rates_are_of_each_tenant(start: Start) -> None:
     server, client = start(limits={"requests_per_minute": 2, "tokens_per_minute": 1000}, keys=KEYS)
     answers = [server.post("/v1/completions", TEXT, bearer(ALICE)) for _ in range(3)]
     assert [one.status for one in answers] == [200, 200, 429]

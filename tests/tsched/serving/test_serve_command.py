@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,18 @@ ROOT = Path(__file__).parents[3]
 TK = [sys.executable, "-c", "from experiments.cli import main; main()", "serve"]
 
 
+def _hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@contextmanager
+def _killed_in_the_end(process: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        process.kill()  # which does nothing to one that has ended
+
+
 def test_the_example_of_both_pages_prints_text_and_a_signal_ends_the_server(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -34,7 +48,13 @@ def test_the_example_of_both_pages_prints_text_and_a_signal_ends_the_server(
     (example,) = {one for page in pages for one in re.findall(r"```python\n(from openai.*?)```", page, flags=re.DOTALL)}
     command = [*TK, str(checkpoint), "--name", "tiny", "--port", "0", "--kv-cache-bytes", "1MB"]
     command = ["bash", "-c", 'ulimit -Sn 512; exec "$@"', "bash", *command]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        # Under nohup this process ignores SIGHUP, and so would the server.
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_hear_hangups
+        ) as process,
+        _killed_in_the_end(process),
+    ):
         assert process.stdout is not None
         base = re.search(r"http://\S+/v1", process.stdout.readline())
         assert base is not None

@@ -104,7 +104,7 @@ STATUSES: Mapping[int, str] = {
     408: "The body did not come in time",
     413: "The body is too large",
     415: "The body is no JSON, or is compressed",
-    429: "Too much is in work, or the key's rate is used up; Retry-After says when to ask again",
+    429: "Too much is in work, or the tenant's rate is used up; Retry-After says when to ask again",
     431: "The headers are too large",
     500: "The engine failed",
     503: "The model is being loaded, restarts, or the server stops; Retry-After says when to ask again",
