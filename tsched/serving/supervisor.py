@@ -78,8 +78,7 @@ class SupervisedClient:
     Args:
         model: As of `AsyncLLM`.
         name: What clients call it; the name of its directory, preset or hub id by default.
-        stall_timeout: Seconds without a step, while a request or a swap of kernels is unfinished, after which the worker
-            is killed.
+        stall_timeout: Seconds without a step, while a request or a swap is unfinished, after which a worker is killed.
         variants_from: Folders of kernel variants that join the registry.
         options: As of `AsyncLLM`, such that JSON holds them. TypeError or OptionError says at once where one is wrong.
     """
