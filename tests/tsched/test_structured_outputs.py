@@ -294,6 +294,29 @@ def test_a_slow_form_that_is_sent_again_is_not_read_again(monkeypatch: pytest.Mo
     assert not reader.knows(slow)
 
 
+def test_one_thread_compiles_each_form_once_for_all_who_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, may_go_on, threads = GrammarCompiler(llm.tokenizer, 300, (0,)), threading.Event(), list[str]()
+    compiled = compiler._compile
+
+    def wait(form: StructuredOutputsParams) -> Any:
+        threads.append(threading.current_thread().name)
+        assert may_go_on.wait(30)
+        return compiled(form)
+
+    monkeypatch.setattr(compiler, "_compile", wait)
+    before = threading.active_count()
+    forms = [StructuredOutputsParams(regex="a{2}"), StructuredOutputsParams(choice=["b"])]
+    futures = [compiler.start(form) for form in forms * 50]
+    assert threading.active_count() == before + 1
+    may_go_on.set()
+    found = {id(future.result(30)) for future in futures}
+    assert len(found) == 2
+    assert threads == ["grammar compiler"] * 2
+    assert compiler.start(forms[0]).result(0) is futures[0].result()
+    later = compiler.start(StructuredOutputsParams(regex="c{2}"))  # its thread may have ended
+    assert not isinstance(later.result(30), str)
+
+
 def test_a_reader_that_was_killed_is_started_again(llm: LLM) -> None:
     compiler = GrammarCompiler(llm.tokenizer, 300, (0,))
     for number in range(2):

@@ -82,26 +82,42 @@ class GrammarCompiler:
         self._tokens: Any = None  # llguidance's form of the tokenizer
         self._reader = GrammarReader()
         self._compiled: dict[tuple[str, str], Grammar] = {}  # the least recently used first
-        self._lock = threading.Lock()  # of `_compiled`: nobody has it for long
+        self._waiting: dict[tuple[str, str], tuple[StructuredOutputsParams, Future[Grammar | str]]] = {}
+        self._has_thread = False
+        self._lock = threading.Lock()  # of these: nobody has it for long
         self._compiling = threading.Lock()
 
     def start(self, form: StructuredOutputsParams) -> Future[Grammar | str]:
         """Begins to compile the grammar of `form` on a thread: the caller does not wait.
 
         Returns:
-            The grammar, or why it is refused. An exception would keep all that its traceback refers to.
+            The grammar, or why it is refused; one for all who wait for the same form. An exception would keep all that
+            its traceback refers to.
         """
         future: Future[Grammar | str] = Future()
-
-        def run() -> None:
-            future.set_result(self._try(form))
-
         found = self._find(form.definition)
-        if found is None:
-            threading.Thread(target=run, name="grammar compiler", daemon=True).start()
-        else:
+        if found is not None:
             future.set_result(found)
+            return future
+        with self._lock:
+            _, future = self._waiting.setdefault(form.definition, (form, future))
+            if not self._has_thread:
+                threading.Thread(target=self._compile_waiting, name="grammar compiler", daemon=True).start()
+                self._has_thread = True
         return future
+
+    def _compile_waiting(self) -> None:
+        """Compiles one form after the other, on one thread, which ends with the last."""
+        while True:
+            with self._lock:
+                form, future = next(iter(self._waiting.values()), (None, None))
+                self._has_thread = form is not None
+            if form is None or future is None:
+                return
+            found = self._try(form)
+            with self._lock:
+                del self._waiting[form.definition]
+            future.set_result(found)
 
     def _try(self, form: StructuredOutputsParams) -> Grammar | str:
         try:
