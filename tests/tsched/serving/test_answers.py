@@ -303,6 +303,25 @@ def test_a_long_prompt_is_cut_where_asked(server: RunningServer, llm: LLM) -> No
         assert answer["usage"]["prompt_tokens"] == 7
 
 
+def test_min_tokens_is_bounded_by_what_the_length_leaves(server: RunningServer) -> None:
+    talk = {"model": "random", "messages": [{"role": "user", "content": "def"}], "logit_bias": {"0": 100}}
+    answer = server.post("/v1/chat/completions", talk | {"min_tokens": 20})
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["completion_tokens"] == 21  # the end that the bias brings included
+    for asked, param, says in (
+        ({"min_tokens": 128}, "min_tokens", "min_tokens must be from 0 to 127"),
+        ({"min_tokens": 127}, "messages", "of prompt and 127 of output"),
+    ):
+        answer = server.post("/v1/chat/completions", talk | asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert says in answer.error["message"]
+    text = {"model": "random", "prompt": [5] * 120, "min_tokens": 9}
+    answer = server.post("/v1/completions", text)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded"), answer.body
+    answer = server.post("/v1/completions", text | {"min_tokens": 17})
+    assert "from 0 to 16" in answer.error["message"]
+
+
 def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:
     otherwise = {
         "prompt_logprobs": "echo with logprobs",
