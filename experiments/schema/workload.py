@@ -236,8 +236,8 @@ def _read_url(url: str) -> str:
 class HttpWorkload(Strict):
     """Requests for an OpenAI server that runs already, ours or another, whose speed is measured from outside.
 
-    url: of the server, with or without /v1. served_model: what it calls the model; None is the only one that it has. key_file:
-    holds its API key. requests: another workload; all but texts are sent as token ids below `vocab_size`.
+    url: of the server, with or without /v1. served_model: what it calls the model; None is the only one that it has.
+    key_file: holds its API key. requests: another workload; all but texts are sent as token ids below `vocab_size`.
     They come at once, or `rate` a second at times drawn by a Poisson process, or a trace's when it says, `speed` times
     as fast. in_flight: the most at once, the others wait here, which counts. slo: what goodput is counted by.
     """
