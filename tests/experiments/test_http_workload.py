@@ -239,11 +239,19 @@ def test_a_server_that_is_not_there_or_has_several_models_is_named(scripted: Scr
     assert HttpServer(workload(scripted.url, served_model="two")).served_model == "two"
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_the_url_that_a_server_says_for_clients_is_taken_too(end: str, scripted: Scripted) -> None:
+    with HttpServer(workload(scripted.url + end)) as server:
+        assert server.served_model == "scripted"
+        assert server.workload.url == scripted.url
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"url": "127.0.0.1:8000"}, "url"),
-        ({"url": "http://x/v1/"}, "url"),
+        ({"url": "127.0.0.1:8000"}, "the url of a server is http://HOST:PORT, or https, with or without /v1; got '127"),
+        ({"url": "http:///v1"}, "the url of a server is"),
+        ({"url": "http://x/v1?key=a"}, "the url of a server is"),
         ({"vocab_size": None}, "vocab_size is needed"),
         ({"rate": 0}, "rate"),
         ({"rate": 1, "speed": 1}, "give one"),
