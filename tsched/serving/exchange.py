@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tsched.requests.errors import RefusedError
 from tsched.requests.structured_outputs import StructuredOutputsParams
-from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
+from tsched.serving.admission import Refused, Ticket
 from tsched.serving.auth import Tenant
 from tsched.serving.body import ClientGoneError, read_body
 from tsched.serving.engine_client import (
@@ -37,6 +37,7 @@ from tsched.serving.requests import (
     count_asked_outputs,
     count_completions,
     count_prompts,
+    estimate_prompt_tokens,
     make_job,
     refuse,
 )
@@ -141,7 +142,7 @@ class Exchange(Response):
         self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            ticket = self._admit(request, len(body))
+            ticket = self._admit(request)
             try:
                 self._end_after("queue", limits.queue_timeout, "no token came in time", "queue_timeout")
                 await self._read_form(request, sampling)
@@ -151,9 +152,9 @@ class Exchange(Response):
         finally:
             watcher.cancel()
 
-    def _admit(self, request: GenerationRequest, num_bytes: int) -> Ticket:
+    def _admit(self, request: GenerationRequest) -> Ticket:
         """Lets the request in, before anything of it is tokenized; ApiError 429 says why not."""
-        num_tokens = num_bytes // BYTES_PER_TOKEN
+        num_tokens = estimate_prompt_tokens(request, self._front.facts())
         num_asked = num_tokens + count_asked_outputs(request, self._front.facts())
         admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
         if isinstance(admitted, Refused):
