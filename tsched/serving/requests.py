@@ -19,7 +19,7 @@ from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.sampling import GenerationRequest, WireModel
 from tsched.serving.protocol.tokenization import TokenizeRequest
-from tsched.serving.text import TextCodec, check_text, no_tokenizer
+from tsched.serving.text import TextCodec, check_length, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
 _BYTES_PER_TOKEN = 4  # what a token of a text is estimated at until it is counted
@@ -213,7 +213,8 @@ def make_job(
     """
     is_chat = isinstance(request, ChatRequest)
     if isinstance(request, ChatRequest):
-        prompts = [encode_chat(request, facts, codec, chats)]
+        will_be_cut = request.truncate_prompt_tokens is not None
+        prompts = [encode_chat(request, facts, codec, chats, will_be_cut=will_be_cut)]
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
@@ -279,15 +280,14 @@ def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: Model
 
 
 def _read_prompts(request: CompletionRequest, facts: ModelFacts, codec: TextCodec | None) -> list[Prompt]:
-    entries = _list_prompts(request)
+    entries, will_be_cut = _list_prompts(request), request.truncate_prompt_tokens is not None
     for entry in entries:  # all before any is tokenized
         if isinstance(entry, str):
             if codec is None:
                 raise no_tokenizer("prompt")
-            # To be truncated, too: which tokens end a text is known once all of it is tokenized.
-            check_text(entry, codec, facts.max_model_len, "prompt")
+            check_length(len(entry), codec, facts.max_model_len, "prompt", will_be_cut=will_be_cut)
         else:
-            check_ids(entry, facts, may_be_long=request.truncate_prompt_tokens is not None)
+            check_ids(entry, facts, may_be_long=will_be_cut)
     return [_make_prompt(entry, codec) for entry in entries]
 
 
@@ -325,7 +325,7 @@ def tokenize_request(
     if request.prompt is None:
         special = bool(request.add_special_tokens)  # vLLM's default: a template writes its own
         return encode_chat(request, facts, codec, chats, add_special_tokens=special).token_ids
-    check_text(request.prompt, codec, facts.max_model_len, "prompt")
+    check_length(len(request.prompt), codec, facts.max_model_len, "prompt")
     return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
 
 
@@ -335,6 +335,7 @@ def encode_chat(
     codec: TextCodec | None,
     chats: ChatEncoder | None,
     *,
+    will_be_cut: bool = False,
     add_special_tokens: bool = False,
 ) -> Prompt:
     """The prompt that the model's chat template makes of messages.
@@ -344,6 +345,7 @@ def encode_chat(
         facts: Of the model.
         codec: Its tokenizer; None where it has none.
         chats: Its tokenizer with its template; None where it has none.
+        will_be_cut: Whether only the last of its tokens are kept.
         add_special_tokens: Whether it begins and ends as the tokenizer's texts, whatever the template writes.
 
     Raises:
@@ -357,9 +359,7 @@ def encode_chat(
         raise invalid_value(message, "messages")
     variables = request.chat_template_kwargs or {}
     num_chars = sum(map(len, _list_texts(request)))
-    if num_chars > facts.max_model_len * codec.max_token_chars:
-        message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
-        raise invalid_value(message, "messages", "context_length_exceeded")
+    check_length(num_chars, codec, facts.max_model_len, "messages", will_be_cut=will_be_cut)
     conversation = Conversation(
         [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,

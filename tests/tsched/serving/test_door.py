@@ -9,6 +9,7 @@ import pytest
 
 from tests.tsched.serving.test_operations import TALK, TEXT, Start, at_rest, start, wait_for
 from tsched.serving import exchange as exchange_room
+from tsched.serving.text import MAX_CUT_CHARS
 
 __all__ = ["start"]  # the fixture
 PATHS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
@@ -30,7 +31,7 @@ def test_a_large_body_locks_nobody_out(body: Any, start: Start, monkeypatch: pyt
         return real(*parts)
 
     monkeypatch.setattr(exchange_room, "make_job", make_job)
-    large = body | {"truncate_prompt_tokens": 5, "metadata": {"why": "x" * 2000}}
+    large = body | {"truncate_prompt_tokens": 5, "user": "x" * 2000}
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(server.post, path_of(body), large)
         try:
@@ -46,7 +47,8 @@ def test_a_large_body_locks_nobody_out(body: Any, start: Start, monkeypatch: pyt
 @pytest.mark.parametrize("body", [TEXT, TALK], ids=["text", "chat"])
 def test_a_text_that_is_far_too_long_is_refused_untokenized_to_be_truncated_too(body: Any, start: Start) -> None:
     server, client = start()
-    long = "a" * (128 * server.front.codec.max_token_chars + 1)
+    assert server.front.codec.max_token_chars * 128 < MAX_CUT_CHARS
+    long = "a" * (MAX_CUT_CHARS + 1)
     given = {"prompt": long} if "prompt" in body else {"messages": [{"role": "user", "content": long}]}
     refused = server.post(path_of(body), body | given | {"truncate_prompt_tokens": 5})
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded"), refused.body
