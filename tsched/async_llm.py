@@ -15,7 +15,7 @@ from tsched.execution.news import News, Ticket
 from tsched.execution.request import Request
 from tsched.execution.served_model import ServedModel, Swaps
 from tsched.requests.errors import ArgumentError, ArgumentTypeError, RefusedError, UsageError
-from tsched.requests.outputs import RequestOutput, add_part
+from tsched.requests.outputs import CompletionOutput, RequestOutput, add_part
 from tsched.requests.prompts import PreparedRequest, Prompt, Salt
 from tsched.requests.sampling_params import SamplingParams
 from tsched.requests.vllm_names import take_unused_arguments
@@ -195,7 +195,7 @@ class AsyncLLM(ServedModel):
         """
         session = self._open()
         async with session.swapping:  # the next one goes out from what this one leaves
-            swap = await asyncio.to_thread(self._plan_swap, choices)
+            swap = await asyncio.to_thread(self.plan_swap, choices)
             try:
                 return await asyncio.wrap_future(session.thread.call(swap))
             except RuntimeError:
@@ -398,6 +398,11 @@ class RequestStream:
     def at_fault(self) -> str | None:
         """The field of SamplingParams that made the request fail; None where none did."""
         return self._ticket.at_fault
+
+    @property
+    def unread(self) -> list[CompletionOutput]:
+        """What has come that the consumer has not taken."""
+        return [news.completion for news in self._news]
 
     def __aiter__(self) -> RequestStream:
         return self

@@ -196,7 +196,7 @@ class LLM(ServedModel):
         """
         if not isinstance(params, BeamSearchParams):
             raise ArgumentTypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
-        max_num_seqs = self._engine.scheduler.table.num_rows
+        max_num_seqs = self.max_num_seqs
         if params.beam_width > max_num_seqs:
             raise ArgumentError(
                 f"beam_width is {params.beam_width}, max_num_seqs {max_num_seqs}: beams run side by side"
@@ -223,7 +223,7 @@ class LLM(ServedModel):
         Raises:
             tkernels.SelectionError: A name is unknown, or a variant cannot serve this model; nothing has changed then.
         """
-        return self._plan_swap(choices)()
+        return self.plan_swap(choices)()
 
     def _run(self, total: int, use_tqdm: UseTqdm) -> None:
         """Steps until nothing is left, with a bar once that takes long."""

@@ -1,10 +1,11 @@
 """What an experiment's YAML may say of the requests that are served."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from experiments.sampling import SAMPLING_KEYS
 from experiments.schema.values import Count, Strict
@@ -224,18 +225,26 @@ class ServiceObjective(Strict):
         return self
 
 
+def _read_url(url: str) -> str:
+    """A server's URL, without the /v1 that OpenAI's clients have in theirs."""
+    base = url.rstrip("/").removesuffix("/v1").rstrip("/")
+    if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]+)?", base):
+        raise ValueError(f"the url of a server is http://HOST:PORT, or https, with or without /v1; got {url!r}")
+    return base
+
+
 class HttpWorkload(Strict):
     """Requests for an OpenAI server that runs already, ours or another, whose speed is measured from outside.
 
-    url: of the server, without /v1. served_model: what it calls the model; None is the only one that it has. key_file:
-    holds its API key. requests: another workload; all but texts are sent as token ids below `vocab_size`.
+    url: of the server, with or without /v1. served_model: what it calls the model; None is the only one that it has.
+    key_file: holds its API key. requests: another workload; all but texts are sent as token ids below `vocab_size`.
     They come at once, or `rate` a second at times drawn by a Poisson process, or a trace's when it says, `speed` times
     as fast. in_flight: the most at once, the others wait here, which counts. slo: what goodput is counted by.
     """
 
     kind: Literal["http"]
     name: str = ""
-    url: Annotated[str, Field(pattern=r"^https?://[^/\s?#]+(/[^\s?#]*[^\s?#/])?$")]
+    url: Annotated[str, AfterValidator(_read_url)]
     served_model: Annotated[str, Field(min_length=1)] | None = None
     key_file: Path | None = None
     requests: Annotated[RequestsWorkload, Field(discriminator="kind")]

@@ -21,6 +21,7 @@ from experiments.simulation.trace_files import read_trace
 from tkernels.errors import TKernelsError
 
 _DONE = "[DONE]"
+_SILENCE_S = 600.0  # of a server, after which a request has failed; one that queues a request may be silent for long
 _MOST_SAID = 300
 """Characters of a server's own words that a row keeps."""
 
@@ -77,7 +78,7 @@ class HttpServer:
         self._client = httpx2.AsyncClient(
             base_url=f"{workload.url}/v1",
             headers={} if key is None else {"Authorization": f"Bearer {key}"},
-            timeout=httpx2.Timeout(None, connect=10.0),
+            timeout=httpx2.Timeout(_SILENCE_S, connect=10.0, pool=None),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
         )
         try:
@@ -146,8 +147,8 @@ class HttpServer:
                     text = (await response.aread()).decode("utf-8", "replace")
                     raise HttpServerError(f"{response.status_code}: {' '.join(text.split())}")
                 async for chunk in _read_events(response.aiter_bytes()):
-                    _note_chunk(stream, chunk, time.perf_counter() - due)
-        except (httpx2.HTTPError, HttpServerError, ValueError) as error:
+                    _note_chunk(stream, chunk, time.perf_counter() - due, request.params.max_tokens)
+        except (httpx2.HTTPError, HttpServerError, ValueError, RecursionError) as error:
             stream.error = (str(error) or type(error).__name__)[:_MOST_SAID]
 
 
@@ -224,12 +225,22 @@ async def _read_events(parts: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str
     raise HttpServerError(f"the stream ended without {_DONE}")
 
 
-def _note_chunk(stream: _Stream, chunk: Mapping[str, Any], moment: float) -> None:
-    """Gives each token that a chunk brought its moment: by its usage, or one for a chunk that says none."""
-    usage = chunk.get("usage") or {}
-    stream.prompt_tokens = int(usage.get("prompt_tokens", stream.prompt_tokens))
-    has_text = any(choice.get("text") for choice in chunk.get("choices") or ())
-    known = int(usage.get("completion_tokens", len(stream.moments) + has_text))
+def _note_chunk(stream: _Stream, chunk: Mapping[str, Any], moment: float, max_tokens: int | None) -> None:
+    """Gives each token that a chunk brought its moment: by its usage, or one for a chunk that says none.
+
+    Raises:
+        HttpServerError: It is no chunk of a completion of `max_tokens`.
+    """
+    try:
+        usage = chunk.get("usage") or {}
+        prompt_tokens = int(usage.get("prompt_tokens", stream.prompt_tokens))
+        has_text = any(choice.get("text") for choice in chunk.get("choices") or ())
+        known = int(usage.get("completion_tokens", len(stream.moments) + has_text))
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        raise HttpServerError(f"no chunk of a completion: {json.dumps(chunk)}") from None
+    if max_tokens is not None and known > max_tokens:
+        raise HttpServerError(f"the server counts {known} tokens where {max_tokens} were asked for")
+    stream.prompt_tokens = prompt_tokens
     stream.moments += [moment] * (known - len(stream.moments))
 
 

@@ -27,7 +27,8 @@ class Scripted:
     """An OpenAI server that answers by `script`: a prompt's length -> what happens to it. bodies: what it was sent.
 
     A token takes a millisecond. script: "whole" tokens one by one; "pairs" two in a chunk; "refused" 429; "broken" an
-    error frame after the first token; "cut" a stream that just ends; "slow" a first token after 80 ms.
+    error frame after the first token; "cut" a stream that just ends; "slow" a first token after 80 ms; "silent" nothing
+    more after the first token. Others are a chunk that comes after the first token, as JSON.
     """
 
     def __init__(self) -> None:
@@ -67,6 +68,10 @@ class Scripted:
             tokens = min(number, body["max_tokens"])
             usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": tokens}
             await self._event(send, {"choices": [{"index": 0, "text": "x\u2028"}], "usage": usage})
+            if how == "silent" and number == 1:
+                await asyncio.sleep(0.5)
+            if how.startswith("{"):
+                await self._event(send, json.loads(how))
             if how == "broken":
                 await self._event(send, {"error": {"message": "the worker died"}})
                 break
@@ -156,6 +161,30 @@ def test_what_fails_is_counted_and_named_and_harms_no_other(scripted: Scripted) 
             raise AssertionError(served.error)
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("silent", "ReadTimeout"),
+        ('{"usage": {"completion_tokens": null}}', "no chunk of a completion"),
+        ('{"usage": {"completion_tokens": 1000000000000}}', "counts 1000000000000 tokens where 5 were asked for"),
+        ('{"usage": [1]}', "no chunk of a completion"),
+        ('{"choices": ["x"]}', "no chunk of a completion"),
+        ('{"choices": 5}', "no chunk of a completion"),
+    ],
+)
+def test_an_answer_that_is_none_fails_its_request_alone(
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, how: str, said: str
+) -> None:
+    monkeypatch.setattr("experiments.stages.http_server._SILENCE_S", 0.2)
+    scripted.script = lambda length: how if length == 3 else "whole"
+    requests = {**SYNTHETIC, "input_len": {"uniform": [3, 4]}, "num_requests": 8}
+    with HttpServer(workload(scripted.url, requests=requests)) as server:
+        served = server()
+    assert served.error is not None
+    assert said in served.error
+    assert sorted(set(served.lengths)) == [0, 5], "the others are whole"
+
+
 def test_requests_in_flight_are_bounded_and_waiting_here_counts(scripted: Scripted) -> None:
     scripted.script = lambda length: "slow"
     with HttpServer(workload(scripted.url, in_flight=2)) as server:
@@ -210,11 +239,19 @@ def test_a_server_that_is_not_there_or_has_several_models_is_named(scripted: Scr
     assert HttpServer(workload(scripted.url, served_model="two")).served_model == "two"
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+def test_the_url_that_a_server_says_for_clients_is_taken_too(end: str, scripted: Scripted) -> None:
+    with HttpServer(workload(scripted.url + end)) as server:
+        assert server.served_model == "scripted"
+        assert server.workload.url == scripted.url
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"url": "127.0.0.1:8000"}, "url"),
-        ({"url": "http://x/v1/"}, "url"),
+        ({"url": "127.0.0.1:8000"}, "the url of a server is http://HOST:PORT, or https, with or without /v1; got '127"),
+        ({"url": "http:///v1"}, "the url of a server is"),
+        ({"url": "http://x/v1?key=a"}, "the url of a server is"),
         ({"vocab_size": None}, "vocab_size is needed"),
         ({"rate": 0}, "rate"),
         ({"rate": 1, "speed": 1}, "give one"),

@@ -215,7 +215,17 @@ class ServedModel:
         """op -> the variant that serves it."""
         return self.kernels.arm
 
-    def _plan_swap(self, choices: Swaps) -> Callable[[], int]:
+    @property
+    def kernel_choices(self) -> Swaps:
+        """What was asked for by the option `kernels` and by swaps since."""
+        return self._choices
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences in one step."""
+        return self._engine.scheduler.table.num_rows
+
+    def plan_swap(self, choices: Swaps) -> Callable[[], int]:
         """Selects other kernels and builds the model over them.
 
         Args:

@@ -267,7 +267,9 @@ def _add_admin(app: FastAPI, front: FrontEnd) -> None:
     @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def show_metrics() -> Response:
         """Everything that is counted and measured, for Prometheus."""
-        return Response(await _off_loop(front, front.metrics.expose), media_type="text/plain; version=0.0.4")
+        engine = front.metrics.read_engine()
+        text = await _off_loop(front, lambda: front.metrics.expose(engine))
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @_post(app, "/admin/kernels", admin.SwapRequest, admin.SwapAnswer, admin.EXAMPLE)
     async def swap_kernels(request: Request) -> Response:

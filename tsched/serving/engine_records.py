@@ -31,7 +31,7 @@ def describe_model(served: ServedModel, name: str) -> ModelFacts:
         vocab_size=served.config.vocab_size,
         eos_token_ids=tuple(served.config.eos_token_ids),
         tokenizer_directory=None if served.tokenizer is None else str(served.directory),
-        max_num_seqs=served._engine.scheduler.table.num_rows,
+        max_num_seqs=served.max_num_seqs,
         num_cache_tokens=stats.num_blocks * stats.block_size,
         block_size=stats.block_size,
         arm=served.arm,

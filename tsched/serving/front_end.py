@@ -78,12 +78,11 @@ class FrontEnd:
         self._measuring = asyncio.create_task(self.metrics.watch_loop())
 
     async def drain(self) -> None:
-        """Takes no more requests, and returns when those in work have ended, or have been ended at drain_timeout."""
+        """Takes no more requests, and returns when those in work have ended, at drain_timeout at the latest."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + self.limits.drain_timeout
         while self.exchanges and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        await self.end_all()
 
     async def end_all(self) -> None:
         """Ends every request in work with an error that says so."""
@@ -168,7 +167,8 @@ class FrontEnd:
             )
             LOG.info("the model %s is served", facts.name)
         except Exception as error:
-            self.load_error = error
-            LOG.error("the model cannot be served: %s", error)
+            if not self.is_draining:  # else the engine was ended amid its loading
+                self.load_error = error
+                LOG.error("the model cannot be served: %s", error)
         finally:
             self.is_loaded.set()

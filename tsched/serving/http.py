@@ -21,6 +21,8 @@ from tsched.serving.listening import BACKLOG, ServerStartError
 from tsched.serving.protocol.errors import ApiError
 
 _DROP_S = 2.0
+_LAST_WORDS_S = 1.0
+"""Seconds that the readers of a server that ends have for what is written."""
 
 
 def serve(app: FastAPI, listening: socket.socket, on_ready: Callable[[FrontEnd], None] = lambda front: None) -> None:
@@ -111,13 +113,12 @@ class DrainingServer(uvicorn.Server):
     async def _stop(self) -> None:
         await self.front.drain()
         self._must_end.set()
-        await self.front.client.close()  # while uvicorn closes the connections
 
     async def _follow_loading(self) -> None:
         await self.front.is_loaded.wait()
         if self.front.load_error is not None:
             self._must_end.set()
-        else:
+        elif not self.front.is_draining:
             self.on_ready(self.front)
 
     async def main_loop(self) -> None:
@@ -127,9 +128,18 @@ class DrainingServer(uvicorn.Server):
         ticking.cancel()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends what is in work, with an error that says so, before uvicorn waits for it."""
+        """Ends what is in work, with an error that says so, before uvicorn waits for it; what is unread is lost."""
+        cutting = asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._cut_connections)
         await self.front.end_all()
+        closing = asyncio.create_task(self.front.client.close())  # while uvicorn closes the connections
         await super().shutdown(sockets)
+        await closing
+        cutting.cancel()
+
+    def _cut_connections(self) -> None:
+        """Ends the connections that are left: to be closed, they would have to be read."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 class DeadlineProtocol(H11Protocol):

@@ -75,7 +75,9 @@ class ServerLimits:
     stall_timeout: Annotated[
         float,
         Option(
-            "seconds that a worker with unfinished requests may take no step before it is killed", unit="seconds", gt=0
+            "seconds that a worker with unfinished requests or kernels to swap may take no step before it is killed",
+            unit="seconds",
+            gt=0,
         ),
     ] = 120.0
     max_in_flight: Annotated[

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tsched.options import read_options
+from tsched.requests.errors import UsageError
 from tsched.serving.engine_client import (
     Delta,
     EngineFailedError,
@@ -23,6 +24,7 @@ from tsched.serving.engine_client import (
     read_sampling,
 )
 from tsched.serving.engine_records import (
+    describe_error,
     describe_failure,
     describe_model,
     make_prompt_scores,
@@ -81,18 +83,25 @@ class LocalClient:
         self._running()
 
     def submit(self, *requests: EngineRequest) -> list[LocalStream]:
+        from tsched.async_llm import EngineError
+
         llm = self._running()
-        tickets = [
-            llm.make_ticket(
-                one.request_id,
-                one.prompt_token_ids,
-                read_sampling(one.sampling),
-                priority=one.priority,
-                cache_salt=one.cache_salt,
-            )
-            for one in requests
-        ]
-        return [LocalStream(stream, self._tell_stats) for stream in llm.submit(*tickets)]
+        try:
+            tickets = [
+                llm.make_ticket(
+                    one.request_id,
+                    one.prompt_token_ids,
+                    read_sampling(one.sampling),
+                    priority=one.priority,
+                    cache_salt=one.cache_salt,
+                )
+                for one in requests
+            ]
+            return [LocalStream(stream, self._tell_stats) for stream in llm.submit(*tickets)]
+        except EngineError as error:  # it failed since we looked
+            raise EngineFailedError(describe_failure(error.__cause__)) from error
+        except UsageError as error:  # it was closed since
+            raise _is_stopping() from error
 
     def abort(self, request_id: str) -> None:
         if self._llm is not None:
@@ -109,7 +118,7 @@ class LocalClient:
     def _tell_stats(self) -> None:
         """Tells the listeners of steps that they have not heard of."""
         if self._listeners and self._llm is not None:
-            num_steps = self._llm._engine.scheduler.counters.num_steps
+            num_steps = self._llm.stats().num_steps
             if num_steps != self._num_steps_told:
                 self._num_steps_told = num_steps
                 for listener in self._listeners:
@@ -126,6 +135,10 @@ class LocalClient:
             raise RequestRefusedError(str(error), "kernels") from error
         except EngineError as error:
             raise EngineFailedError(describe_failure(error.__cause__)) from error
+        except UsageError as error:
+            raise _is_stopping() from error
+        except Exception as error:  # memory for weights in another layout, say
+            raise RequestRefusedError(describe_error(error), "kernels") from error
 
     async def close(self) -> None:
         self._is_closing = True
@@ -145,12 +158,16 @@ class LocalClient:
 
     def _running(self) -> AsyncLLM:
         if self._is_closing:
-            raise EngineUnavailableError("the server is stopping and takes no more requests", retry_after=5.0)
+            raise _is_stopping()
         if self._llm is None:
             raise EngineUnavailableError("the model is being loaded", retry_after=2.0)
         if not self._llm.is_running:
             raise EngineFailedError("the engine has failed")
         return self._llm
+
+
+def _is_stopping() -> EngineUnavailableError:
+    return EngineUnavailableError("the server is stopping and takes no more requests", retry_after=5.0)
 
 
 class LocalStream:
@@ -187,8 +204,7 @@ class LocalStream:
 
     @property
     def num_unread(self) -> int:
-        parts = [news.completion for news in self._stream._news]
-        return sum(count_numbers(one.token_ids, one.logprobs) for one in parts)
+        return sum(count_numbers(one.token_ids, one.logprobs) for one in self._stream.unread)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -16,7 +17,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tsched.serving.device_use import read_device_use
-from tsched.serving.engine_client import Delta, EngineClient, EngineUnavailableError, RequestTimes, StatsSnapshot
+from tsched.serving.engine_client import (
+    Delta,
+    EngineClient,
+    EngineUnavailableError,
+    ModelFacts,
+    RequestTimes,
+    State,
+    StatsSnapshot,
+)
 
 TTFT_BUCKETS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
@@ -87,7 +96,6 @@ class Metrics:
             "tkernels_event_loop_lag_seconds", "How late the front end's event loop runs what is due.",
             buckets=LAG_BUCKETS, registry=registry,
         )  # fmt: skip
-        self.registry.register(EngineCollector(client))
         self.registry.register(DeviceCollector())
         self._last: StatsSnapshot | None = None
         client.listen(self._take_stats)
@@ -104,9 +112,16 @@ class Metrics:
         self._received.labels(*self.labels()).inc()
         return RequestMeter(self)
 
-    def expose(self) -> bytes:
-        """All of it, in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def read_engine(self) -> EngineReading:
+        """What the engine says of itself now; as all that asks the client, it is called on the event loop."""
+        try:
+            return EngineReading(self._client.state, self._client.facts, self._client.stats())
+        except EngineUnavailableError:
+            return EngineReading(self._client.state, None, None)
+
+    def expose(self, engine: EngineReading) -> bytes:
+        """All of it, in Prometheus's text format. Any thread may ask."""
+        return generate_latest(self.registry) + generate_latest(engine)
 
     async def watch_loop(self) -> None:
         """Measures the lag of the event loop that it runs on, for ever."""
@@ -214,19 +229,26 @@ def _reason_of(error: str | None, finish_reasons: Iterable[str]) -> str:
     return max(finish_reasons, key=_SEVERITY.index, default="abort")
 
 
-class EngineCollector(Collector):
-    """The engine's last snapshot, read when somebody asks: gauges do not freeze, and sums do not drift."""
+@dataclass(frozen=True)
+class EngineReading(Collector):
+    """What the engine said when somebody asked: gauges do not freeze, and sums do not drift.
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    Attributes:
+        state: Of the engine.
+        facts: Of the model; None until it was loaded once.
+        stats: The last step's; None until then.
+    """
+
+    state: State
+    facts: ModelFacts | None
+    stats: StatsSnapshot | None
 
     def collect(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("tkernels_engine_state", "1 for the state that the engine is in.", labels=["state"])
-        state.add_metric([self._client.state], 1)
+        state.add_metric([self.state], 1)
         yield state
-        try:
-            facts, stats = self._client.facts, self._client.stats()
-        except EngineUnavailableError:
+        facts, stats = self.facts, self.stats
+        if facts is None or stats is None:
             return
         labels = [facts.name, ENGINE]
         yield from chain(_gauges(labels, stats), _sums(labels, stats))

@@ -153,7 +153,9 @@ def check_request(request: GenerationRequest, facts: ModelFacts, *, may_hurry: b
     if is_scored or (isinstance(request, CompletionRequest) and given is not None and given <= 0):
         sampling["prompt_logprobs"] = top_logprobs or 0
     try:
-        params = read_sampling(sampling | ({} if given is None else {"max_tokens": given}))
+        # The shortest prompt leaves the most: what this one leaves is known when it is tokenized.
+        most = _default_max_tokens(request, max(1, facts.max_model_len - 1)) if given is None else given
+        params = read_sampling(sampling | {"max_tokens": most})
         check_named_ids(params, facts.vocab_size, facts.eos_token_ids)
     except RefusedError as error:
         raise refuse(request, error) from None
@@ -225,7 +227,7 @@ def make_job(
         EngineRequest(
             f"{name}-{place}",
             prompt.token_ids,
-            sampling | {"max_tokens": _max_tokens(request, len(prompt.token_ids), facts)},
+            sampling | {"max_tokens": _find_max_tokens(request, len(prompt.token_ids), facts)},
             (request.priority or 0) + tenant.priority,
             tenant.salt(request.cache_salt),
         )
@@ -262,20 +264,23 @@ def _given_max_tokens(request: GenerationRequest) -> int | None:
     return request.max_tokens if isinstance(request, CompletionRequest) else None
 
 
-def _max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: ModelFacts) -> int:
+def _find_max_tokens(request: GenerationRequest, num_prompt_tokens: int, facts: ModelFacts) -> int:
     """Output tokens of a prompt: those asked for, else 16 of a completion, else what the model's length leaves.
 
     Raises:
-        ApiError: The model's length does not leave them.
+        ApiError: The model's length does not leave them, or fewer than min_tokens.
     """
     given, left = _given_max_tokens(request), facts.max_model_len - num_prompt_tokens
-    param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if left < (1 if given is None else given):
-        asked = "" if given is None else f" and {given} of output"
+    least = max(1, request.min_tokens or 0) if given is None else given
+    if left < least:
+        asked = "" if given is None and least == 1 else f" and {least} of output"
         message = f"the model takes {facts.max_model_len} tokens; the request has {num_prompt_tokens} of prompt{asked}"
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
         raise invalid_value(message, param, "context_length_exceeded")
-    if given is not None:
-        return given
+    return _default_max_tokens(request, left) if given is None else given
+
+
+def _default_max_tokens(request: GenerationRequest, left: int) -> int:
     return left if isinstance(request, ChatRequest) else min(16, left)
 
 

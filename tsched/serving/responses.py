@@ -55,7 +55,7 @@ class CompletionWriter:
     """One choice of /v1/completions."""
 
     def __init__(self, job: Job, index: int, prompt: Prompt, codec: TextCodec | None) -> None:
-        self._index, self._echo, self._prompt_ids = index, "", prompt.token_ids
+        self._index, self._is_echoed, self._echo, self._prompt_ids = index, job.echo, "", prompt.token_ids
         self._prompt_scores: Sequence[TokenScores | None] = ()
         self._logprobs = None if job.top_logprobs is None else _CompletionLogprobs(codec, job.top_logprobs)
         if job.echo:
@@ -63,7 +63,7 @@ class CompletionWriter:
 
     def add_prompt(self, scores: Sequence[TokenScores | None]) -> None:
         """Takes the prompt's log-probabilities [n]; the next chunk has them."""
-        if self._echo and self._logprobs is not None:
+        if self._is_echoed and self._logprobs is not None:
             self._prompt_scores = scores
 
     def write(self, delta: SampleDelta) -> dict[str, Any]:

@@ -35,7 +35,14 @@ from tsched.serving.engine_client import (
 )
 from tsched.serving.limits import ServerLimits
 from tsched.serving.link import LinkError, Message, delta_of, encode_message, scores_of
-from tsched.serving.worker_lives import DEATHS_WINDOW_S, MOST_DEATHS, add_counts, forget_counts, restart_delay
+from tsched.serving.worker_lives import (
+    DEATHS_WINDOW_S,
+    MOST_DEATHS,
+    add_counts,
+    forget_counts,
+    longest_load,
+    restart_delay,
+)
 from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_process
 from tsched.serving.worker_stream import WorkerStream
 
@@ -71,7 +78,7 @@ class SupervisedClient:
     Args:
         model: As of `AsyncLLM`.
         name: What clients call it; the name of its directory, preset or hub id by default.
-        stall_timeout: Seconds without a step, while a request is unfinished, after which the worker is killed.
+        stall_timeout: Seconds without a step, while a request or a swap is unfinished, after which a worker is killed.
         variants_from: Folders of kernel variants that join the registry.
         options: As of `AsyncLLM`, such that JSON holds them. TypeError or OptionError says at once where one is wrong.
     """
@@ -110,7 +117,9 @@ class SupervisedClient:
         self._restart_at = 0.0
         self._before: StatsSnapshot | None = None  # sums of the workers before this one
         self._stats: StatsSnapshot | None = None  # of this worker
-        self._moved_at = 0.0  # when this worker last took a step, or got its first request
+        self._moved_at = 0.0  # when this worker last took a step, or got its first request or swap
+        self._began_load = 0.0  # when this worker was started
+        self._first_load = 0.0  # seconds that the first one's loading took
         self._listeners: list[Callable[[StatsSnapshot], None]] = []
         self._loaded: asyncio.Future[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,6 +152,7 @@ class SupervisedClient:
         self._loaded = asyncio.get_running_loop().create_future()
         await self._start_worker()
         await self._loaded
+        self._first_load = time.monotonic() - self._began_load
         self._keep(self._watch_progress())
 
     def check_open(self) -> None:
@@ -159,7 +169,7 @@ class SupervisedClient:
             if request.request_id in self._served:
                 raise ArgumentError(f"a request {request.request_id!r} is not finished yet")
         served = [_Served(request, WorkerStream(partial(self.abort, request.request_id))) for request in requests]
-        if not self._served:
+        if not self._served and not self._swaps:
             self._moved_at = time.monotonic()
         try:
             if self._state == "ready" and self._worker is not None:
@@ -204,6 +214,8 @@ class SupervisedClient:
             self._worker.send({"kind": "swap", "id": swap_id, "choices": dict(choices)})
         except LinkError as error:
             raise RequestRefusedError(str(error), "kernels") from error
+        if not self._served and not self._swaps:
+            self._moved_at = time.monotonic()
         self._swaps[swap_id] = answer
         try:
             return await answer
@@ -307,13 +319,14 @@ class SupervisedClient:
     # Lives and deaths.
 
     async def _start_worker(self) -> None:
-        self._failure = None
+        self._failure, self._began_load = None, time.monotonic()
         started, self._started = self._started or start_process(), None
         self._worker = WorkerProcess(started, self._receive, self._on_death)
         await self._worker.open()
         self._worker.send(self._load)
 
     def _on_death(self, reason: str) -> None:
+        is_failed_start = self._state == "restarting" and self._worker is not None
         self._worker = None
         for answer in self._swaps.values():
             if not answer.done():
@@ -328,7 +341,7 @@ class SupervisedClient:
         if self._stats is not None:
             idle = replace(self._stats, num_running=0, num_waiting=0, num_used_blocks=0)
             self._before, self._stats = add_counts(self._before, idle), forget_counts(idle)
-        if self._state == "restarting":
+        if is_failed_start:
             self._note_failed_start()
         self._part_with_worker(reason)
         now = time.monotonic()
@@ -364,20 +377,25 @@ class SupervisedClient:
     async def _restart(self, delay: float) -> None:
         await asyncio.sleep(delay)
         self._num_restarts += 1
-        await self._start_worker()
+        try:
+            await self._start_worker()
+        except OSError as error:  # no process or no file is left
+            self._on_death(f"it could not be started: {error}")
 
     async def _watch_progress(self) -> None:
-        """Kills a worker that has unfinished requests and takes no step."""
+        """Kills a worker that takes no step with something unfinished, and a later one that does not get ready."""
         while True:
             await asyncio.sleep(min(1.0, self._stall_timeout / 4))
-            still = time.monotonic() - self._moved_at
-            if (
-                self._served
-                and self._worker is not None
-                and self._state != "restarting"
-                and still > self._stall_timeout
-            ):
-                self._worker.kill(f"it took no step for {still:.1f} s with {len(self._served)} unfinished requests")
+            if self._worker is None:
+                continue
+            now = time.monotonic()
+            still, loading = now - self._moved_at, now - self._began_load
+            if self._state == "restarting":
+                if loading > longest_load(self._first_load, self._stall_timeout):
+                    self._worker.kill(f"it did not load the model in {loading:.1f} s")
+            elif (self._served or self._swaps) and still > self._stall_timeout:
+                unfinished = f"{len(self._served)} unfinished requests" if self._served else "kernels to swap"
+                self._worker.kill(f"it took no step for {still:.1f} s with {unfinished}")
 
     def _give(self, served: Sequence[_Served], worker: WorkerProcess) -> None:
         worker.send(_submission(served))

@@ -212,7 +212,7 @@ class Worker:
     async def _swap(self, engine: _Engine, swap_id: int, choices: dict[str, Any]) -> None:
         async with self._swapping:  # the next one goes out from what this one leaves
             try:
-                swap = await asyncio.to_thread(engine.served._plan_swap, choices)
+                swap = await asyncio.to_thread(engine.served.plan_swap, choices)
                 first_step = await asyncio.wrap_future(engine.thread.call(swap))
             except Exception as error:  # memory for weights in another layout, besides what is refused
                 is_refusal = isinstance(error, tkernels.SelectionError)
@@ -220,7 +220,7 @@ class Worker:
                 self._send({"kind": "swap_refused", "id": swap_id, "reason": reason, "param": "kernels"})
             else:
                 served = engine.served
-                now = {"first_step": first_step, "arm": served.arm, "kernels": served._choices}
+                now = {"first_step": first_step, "arm": served.arm, "kernels": served.kernel_choices}
                 self._send({"kind": "swapped", "id": swap_id, **now})
 
     async def _beat(self) -> None:

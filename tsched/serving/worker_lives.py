@@ -29,6 +29,16 @@ def restart_delay(deaths: Sequence[float], now: float) -> float | None:
     return None if recent > MOST_DEATHS else min(LONGEST_DELAY_S, 2.0 ** max(0, recent - 1))
 
 
+def longest_load(first: float, stall_timeout: float) -> float:
+    """Seconds that a later worker has to get ready: it may have to compile what the first one found compiled.
+
+    Args:
+        first: Seconds that the first one took.
+        stall_timeout: Seconds without a step after which a worker is taken for hung.
+    """
+    return stall_timeout + 4 * first
+
+
 def add_counts(before: StatsSnapshot | None, now: StatsSnapshot) -> StatsSnapshot:
     """The snapshot `now` with the sums of both."""
     if before is None:

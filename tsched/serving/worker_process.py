@@ -37,14 +37,23 @@ class StartedWorker:
 
 
 def start_process() -> StartedWorker:
-    """Starts a worker, which loads torch, and then waits for what to load at its end of the link."""
+    """Starts a worker, which loads torch, and then waits for what to load at its end of the link.
+
+    Raises:
+        OSError: No process or no file is left.
+    """
     ours, theirs = socket.socketpair()
     command = (sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path))
     # A session of its own: Ctrl-C is for the front end, which lets the worker finish.
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
-    )
-    theirs.close()
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
     return StartedWorker(process, ours)
 
 
@@ -55,6 +64,9 @@ class WorkerProcess:
         started: Its process.
         on_message: Called with each message of it.
         on_end: Called once, with the reason, when it is no more: it ended, closed its link, or was killed here.
+
+    Raises:
+        OSError: It cannot be watched, as no file is left; it is ended.
     """
 
     def __init__(
@@ -64,7 +76,13 @@ class WorkerProcess:
         self._on_end = on_end
         self._has_ended = False
         self._process, self._socket = started.process, started.socket
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+            raise
         self._exited = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None

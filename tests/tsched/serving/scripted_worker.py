@@ -1,6 +1,6 @@
 """A worker that plays one: it speaks the link, and a prompt says how it behaves. It starts in a fraction of a second.
 
-The model's name is a folder, in which it counts its lives.
+The model's name is a folder, in which it counts its lives. Its second one does not get ready where its name is "slow".
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class ScriptedWorker:
         if load["name"] == "broken" or (load["name"] == "broken later" and self.life > 0):
             self.send("load_failed", reason="ConfigError: no such model")
             os._exit(1)
+        if load["name"] == "slow" and self.life == 1:
+            time.sleep(60)
         if load["name"] == "killed":
             os.kill(os.getpid(), 9)
         self.kernels = load["options"].get("kernels") or {}

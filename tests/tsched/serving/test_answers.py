@@ -187,6 +187,22 @@ def test_echo_scores_the_prompt_as_lm_eval_reads_it(
         assert logprobs[1:] == pytest.approx(own + new, abs=1e-5)
 
 
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_an_echo_without_a_text_has_its_log_probabilities_too(
+    has_tokenizer: bool, server: RunningServer, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Special tokens have no text, and nothing has one where there is no tokenizer."""
+    if not has_tokenizer:
+        monkeypatch.setattr(server.front, "codec", None)
+    body = {"model": "random", "prompt": [0, 0], "echo": True, "logprobs": 1, "max_tokens": 0}
+    (choice,) = server.post("/v1/completions", body).json["choices"]
+    (output,) = generate(llm, [[0, 0]], prompt_logprobs=1, max_tokens=0)
+    assert choice["text"] == ""
+    assert choice["logprobs"]["tokens"] == (["<end>"] * 2 if has_tokenizer else ["token_id:0"] * 2)
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1] == pytest.approx(output.prompt_logprobs[1][0].logprob, abs=1e-5)
+
+
 def test_echo_alone_repeats_the_prompt(server: RunningServer) -> None:
     body = {"model": "random", "prompt": PROMPTS[0], "echo": True, "max_tokens": 0}
     answer = server.post("/v1/completions", body).json
@@ -285,6 +301,25 @@ def test_a_long_prompt_is_cut_where_asked(server: RunningServer, llm: LLM) -> No
         cut = llm.tokenizer.decode(expected.prompt_token_ids[-7:])
         assert answer["choices"][0]["text"] == cut + expected.outputs[0].text
         assert answer["usage"]["prompt_tokens"] == 7
+
+
+def test_min_tokens_is_bounded_by_what_the_length_leaves(server: RunningServer) -> None:
+    talk = {"model": "random", "messages": [{"role": "user", "content": "def"}], "logit_bias": {"0": 100}}
+    answer = server.post("/v1/chat/completions", talk | {"min_tokens": 20})
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["completion_tokens"] == 21  # the end that the bias brings included
+    for asked, param, says in (
+        ({"min_tokens": 128}, "min_tokens", "min_tokens must be from 0 to 127"),
+        ({"min_tokens": 127}, "messages", "of prompt and 127 of output"),
+    ):
+        answer = server.post("/v1/chat/completions", talk | asked)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.body
+        assert says in answer.error["message"]
+    text = {"model": "random", "prompt": [5] * 120, "min_tokens": 9}
+    answer = server.post("/v1/completions", text)
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded"), answer.body
+    answer = server.post("/v1/completions", text | {"min_tokens": 17})
+    assert "from 0 to 16" in answer.error["message"]
 
 
 def test_every_sampling_parameter_is_on_the_wire_or_said_otherwise() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tsched import LLM, SamplingParams
 from tsched.serving.engine_client import (
     Delta,
+    EngineFailedError,
     EngineRequest,
     EngineUnavailableError,
     RequestRefusedError,
@@ -60,6 +61,37 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         assert parts[-1].finish_reason == whole.finish_reason
         scores = [scores for part in parts for scores in part.logprobs or []]
         assert [scores.token_ids[0] for scores in scores] == whole.token_ids
+
+
+def test_an_engine_that_ends_in_between_is_said_as_what_it_is(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look whether it runs and the request; and a swap that fails there is the swap's."""
+
+    async def serve() -> None:
+        client = LocalClient(checkpoint, **SMALL)
+        await client.start()
+        llm = client._running()
+        monkeypatch.setattr(client, "_running", lambda: llm)
+
+        def fail(choices: object) -> object:
+            raise RuntimeError("no memory for the weights")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "plan_swap", lambda choices: lambda: fail(choices))
+            with pytest.raises(RequestRefusedError, match="RuntimeError: no memory for the weights"):
+                await client.swap_kernels({})
+        (stream,) = client.submit(EngineRequest("a", [5], {"max_tokens": 9, "ignore_eos": True}))
+        monkeypatch.setattr(llm._engine, "step", lambda: fail(None))
+        with pytest.raises(EngineFailedError, match="no memory"):
+            [delta async for delta in stream]
+        with pytest.raises(EngineFailedError, match="the engine failed: RuntimeError: no memory"):
+            client.submit(EngineRequest("b", [5], {}))
+        await client.close()
+        with pytest.raises(EngineUnavailableError, match="stopping"):
+            client.submit(EngineRequest("c", [5], {}))
+
+    asyncio.run(serve())
 
 
 @pytest.mark.parametrize(

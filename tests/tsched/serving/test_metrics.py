@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
+from tests.tsched.serving.scripted_client import ScriptedClient
 from tests.tsched.serving.scripted_worker import ANSWER, MUMBLE_ONCE, RAISE, SILENT_ONCE, SPEAK_AND_WAIT, SPEAK_ONCE
 from tests.tsched.serving.test_operations import TEXT, Start, at_rest, open_request, start, wait_for  # noqa: F401
 from tsched.serving import metrics as metrics_room
@@ -178,11 +179,27 @@ def test_histograms_have_all_buckets_of_vllms_and_finer_ones(tmp_path: Path) -> 
         meter.take(0, Delta([SampleDelta(0, [i], "", None)], i == 2, times=RequestTimes(0, 0, 0) if i == 2 else None))
     meter.end(200, None, ["stop"], 1)
     metrics._take_stats(StatsSnapshot(0, 0, 1, 0, 1, 1, 0, 0, 0, 0))
-    text = metrics.expose().decode()
+    text = metrics.expose(metrics.read_engine()).decode()
     found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     for name, bounds in VLLM_BUCKETS.items():
         mine = {float(sample.labels["le"]) for sample in found if sample.name == f"vllm:{name}_bucket"}
         assert {float(bound) for bound in f"{bounds} {FINER.get(name, '')}".split()} <= mine, name
+
+
+def test_the_engine_is_asked_on_the_event_loop_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    server, _ = start()
+    asked: list[tuple[str, int | None]] = []
+    facts, stats = ScriptedClient.facts.fget, ScriptedClient.stats
+    assert facts is not None
+
+    def note(name: str, real: Callable[[ScriptedClient], Any]) -> Callable[[ScriptedClient], Any]:
+        return lambda client: (asked.append((name, threading.get_ident())), real(client))[1]
+
+    monkeypatch.setattr(ScriptedClient, "facts", property(note("facts", facts)))
+    monkeypatch.setattr(ScriptedClient, "stats", note("stats", stats))
+    assert total(server, "vllm:num_requests_running") == 0
+    assert {name for name, _ in asked} == {"facts", "stats"}
+    assert {thread for _, thread in asked} == {server._thread.ident}
 
 
 LABELLED = {"request_success_total": "finished_reason", "admission_rejections_total": "reason"}
@@ -221,7 +238,7 @@ def test_each_histogram_counts_a_request_once_and_the_plans_counters_have_their_
 def test_each_server_has_a_registry_of_its_own(server: RunningServer, tmp_path: Path) -> None:
     other = Metrics(LocalClient(tmp_path))
     other.begin_request()
-    assert b'tkernels_requests_received_total{engine="0",model_name=""} 1.0' in other.expose()
+    assert b'tkernels_requests_received_total{engine="0",model_name=""} 1.0' in other.expose(other.read_engine())
     assert not [name for name in prometheus_client.REGISTRY._names_to_collectors if "vllm" in name or "tker" in name]
 
 
@@ -237,7 +254,7 @@ def test_what_is_measured_is_what_a_client_sees(tmp_path: Path, monkeypatch: pyt
     now = 1.5
     meter.take(0, Delta([SampleDelta(0, [], "", None, "stop")], True, times=RequestTimes(0.1, 0.2, 0.3)))
     meter.end(200, None, ["stop", "length"], 7)
-    text = metrics.expose().decode()
+    text = metrics.expose(metrics.read_engine()).decode()
     values = {s.name: s.value for family in text_string_to_metric_families(text) for s in family.samples}
     assert values["vllm:time_to_first_token_seconds_sum"] == pytest.approx(0.2)
     assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.3 + 0.6)
@@ -259,7 +276,7 @@ def test_gpus_show_their_use_where_nvml_tells_it(tmp_path: Path, monkeypatch: py
     nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=25)
     nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    text = metrics.expose().decode()
+    text = metrics.expose(metrics.read_engine()).decode()
     assert 'tkernels_device_memory_used_bytes{device="GPU-1"} 11.0' in text
     assert 'tkernels_device_utilization_ratio{device="GPU-0"} 0.25' in text
 
@@ -267,7 +284,7 @@ def test_gpus_show_their_use_where_nvml_tells_it(tmp_path: Path, monkeypatch: py
         raise nvml.NVMLError("no driver")
 
     nvml.nvmlInit = fail
-    assert b"GPU-" not in metrics.expose()
+    assert b"GPU-" not in metrics.expose(metrics.read_engine())
 
 
 @pytest.fixture(scope="module")

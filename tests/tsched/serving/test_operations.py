@@ -361,6 +361,22 @@ def test_past_the_drain_a_stream_ends_with_an_error(how: str, start: Start) -> N
     assert len(client.aborted) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("how", ["drain_timeout", "second_signal"])
+def test_a_reader_that_does_not_read_keeps_no_server_from_its_end(how: str, stream: bool, start: Start) -> None:
+    limits = {"drain_timeout": 0.1 if how == "drain_timeout" else 3600.0, "write_timeout": 3600.0}
+    server, client = start(limits=limits, width=1 << 18)
+    connection = open_request(server, TEXT | {"stream": stream, "max_tokens": 120})
+    wait_for(lambda: bool(client.submitted))
+    wait_for(lambda: any(one.flow.write_paused for one in server.server.server_state.connections))
+    assert server.loop is not None
+    for _ in range(1 if how == "drain_timeout" else 2):
+        server.loop.call_soon_threadsafe(server.server.stop)
+    server._thread.join(20)
+    assert not server._thread.is_alive()
+    connection.close()
+
+
 @pytest.mark.parametrize("fails_after", [0, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failing_engine_is_said_and_no_stream_ends_as_if_it_were_whole(

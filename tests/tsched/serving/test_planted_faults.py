@@ -145,7 +145,7 @@ FAULTS: list[tuple[Plant, Callable[..., None], dict[str, Any]]] = [
         test_cancels.test_a_cancelled_requests_blocks_are_free_after_the_step_that_runs,
         {"name": "text", "stream": True},
     ),
-    (keep_tickets, test_operations.test_rates_are_of_each_key, {}),
+    (keep_tickets, test_operations.test_rates_are_of_each_tenant, {}),
     (
         tokenize_before_counting,
         test_operations.test_overload_is_refused_at_the_door_untokenized_and_the_admitted_finish,
@@ -180,7 +180,7 @@ FAULTS: list[tuple[Plant, Callable[..., None], dict[str, Any]]] = [
     (take_requests_while_restarting, _KILL, {}),
     (lose_tokens_in_joined_deltas, test_supervisor.test_joined_deltas_say_what_both_say, {}),
     (say_healthy, test_operations.test_a_loading_restarting_or_dead_engine_is_not_ready, {}),
-    (forget_the_key, test_operations.test_the_key_guards_every_route_but_three, {}),
+    (forget_the_key, test_operations.test_the_key_guards_every_route_but_three, {"root": "", "prefix": ""}),
     (share_salts, test_operations.test_tenants_have_salts_and_priorities_of_their_own, {}),
     (refuse_nothing_while_draining, test_operations.test_a_drain_lets_streams_end_and_refuses_new_requests, {}),
 ]

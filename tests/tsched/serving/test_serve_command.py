@@ -80,6 +80,21 @@ def test_the_example_of_both_pages_prints_text_and_a_signal_ends_the_server(
     )
 
 
+def test_a_signal_amid_the_loading_is_no_failure() -> None:
+    with subprocess.Popen([*TK, "tiny", "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        port = re.search(rb"http://[^/]+:(\d+)", process.stdout.readline())
+        assert port is not None
+        with socket.create_connection(("127.0.0.1", int(port[1])), timeout=20) as asking:
+            asking.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert asking.recv(9) == b"HTTP/1.1 "
+        process.send_signal(signal.SIGTERM)
+        said, log = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, b""), log
+    assert b"ERROR" not in log
+    assert b"error:" not in log
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

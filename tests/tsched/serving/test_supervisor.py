@@ -33,7 +33,7 @@ from tsched.serving.engine_client import (
 )
 from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient
-from tsched.serving.worker_lives import restart_delay
+from tsched.serving.worker_lives import longest_load, restart_delay
 from tsched.serving.worker_stream import WorkerStream
 
 
@@ -44,6 +44,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_PROGRAM", program)
     soon = [0.1, 0.1, None]  # a third death is the last, which saves the tests three starts
     monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: soon[len(deaths) - 1])
+    monkeypatch.setattr(supervisor, "longest_load", lambda first, stall_timeout: 20.0)
 
 
 def serve(folder: Path, main: Callable[[SupervisedClient], Awaitable[None]], **options: Any) -> None:
@@ -272,6 +273,10 @@ def test_after_the_last_death_nothing_is_started_and_requests_say_so(tmp_path: P
     serve(tmp_path, main)
 
 
+def test_a_later_worker_has_more_time_to_load_than_the_first_took() -> None:
+    assert longest_load(30.0, 120.0) == 240.0
+
+
 def test_delays_double_up_to_half_a_minute_and_old_deaths_are_forgotten() -> None:
     now = 10_000.0
     assert [restart_delay([now] * count, now) for count in range(1, 7)] == [1, 2, 4, 8, 16, None]
@@ -305,6 +310,59 @@ def test_a_restart_that_cannot_load_is_tried_again_until_given_up(tmp_path: Path
             await anext(stream)
 
     serve(tmp_path, main, name="broken later")
+
+
+def test_a_restart_that_hangs_while_it_loads_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "longest_load", lambda first, stall_timeout: 1.0)
+    monkeypatch.setattr(supervisor, "restart_delay", lambda deaths, now: 0.05)
+
+    async def main(client: SupervisedClient) -> None:
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        while client.state == "ready":
+            await asyncio.sleep(0.01)
+        await until_ready(client)
+        assert client.stats().num_restarts >= 2
+        assert [delta.is_last async for delta in ask(client, "a", ANSWER)][-1]
+
+    serve(tmp_path, main, name="slow", stall_timeout=1.0)
+
+
+def test_a_restart_without_a_process_left_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    starts = [OSError(24, "Too many open files"), None]
+
+    def start_or_fail(real: Callable[[], Any] = supervisor.start_process) -> Any:
+        error = starts.pop(0)
+        if error is not None:
+            raise error
+        return real()
+
+    async def main(client: SupervisedClient) -> None:
+        monkeypatch.setattr(supervisor, "start_process", start_or_fail)
+        waiting = ask(client, "a", SILENT_ONCE)
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        assert [delta.is_last async for delta in waiting][-1]
+        assert client.stats().num_restarts == 2
+
+    serve(tmp_path, main)
+    assert "could not be started: [Errno 24] Too many open files" in caplog.text
+
+
+def test_a_hung_worker_keeps_no_swap_waiting(tmp_path: Path) -> None:
+    async def main(client: SupervisedClient) -> None:
+        pid = client.worker_pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(EngineUnavailableError, match="took no step for .* s with kernels to swap"):
+            await client.swap_kernels({"swiglu": "torch"})
+        await until_ready(client)
+        assert client.worker_pid != pid
+        assert client.stats().arm == {}
+
+    serve(tmp_path, main, stall_timeout=0.3)
 
 
 def test_aborts_reach_requests_in_a_worker_and_between_two(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
     def fail(choices: object) -> None:
         raise RuntimeError("out of memory\nbelow it a stack")
 
-    monkeypatch.setattr(llm, "_plan_swap", fail)
+    monkeypatch.setattr(llm, "plan_swap", fail)
     sink = Sink()
 
     async def main() -> None:
