@@ -98,17 +98,25 @@ def create_app(
     return app
 
 
-def create_api_server(model: str | Path, *, limits: ServerLimits | None = None, **options: Any) -> FastAPI:
-    """A server of one model on the threads of this process, as `uvicorn.run` takes it.
+def create_api_server(
+    model: str | Path, *, limits: ServerLimits | None = None, keys: Keys | None = None, **options: Any
+) -> FastAPI:
+    """The routes of `tk serve` over one model on the threads of this process, as `uvicorn.run` takes them.
 
         uvicorn.run(create_api_server("tiny", max_num_seqs=32), port=8000)
+
+    uvicorn has the connections then, and its own bounds for them: `header_timeout`, `keep_alive_timeout` and
+    `drain_timeout` do nothing, and `write_timeout` ends a request whose reader does not read, but not a connection
+    whose answer was written. `tsched.serving.http.serve` runs the app with all of these. `stall_timeout` is of an
+    engine in a process of its own, which only `tk serve` has.
 
     Args:
         model: As of AsyncLLM.
         limits: Every bound and time-out.
+        keys: Who may ask; None lets everybody.
         options: As of AsyncLLM.
     """
-    return create_app(LocalClient(model, **options), limits)
+    return create_app(LocalClient(model, **options), limits, keys=keys)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
@@ -95,6 +96,7 @@ class Exchange(Response):
         self._is_whole = False  # its last byte is sent
         self._sending_since: float | None = None
         self._streams: list[DeltaStream] = []
+        self._finish_reasons: dict[int, list[str]] = {}  # of each prompt
         self._written_at = 0.0
         self._pinging: asyncio.Task[None] | None = None
 
@@ -239,7 +241,12 @@ class Exchange(Response):
             self._timers.pop("queue").cancel()
             ticket.start()
         reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
-        self.outcome.finish_reasons += reasons
+        if delta.starts_over:
+            self._finish_reasons.pop(place, None)
+        if reasons:
+            self._finish_reasons.setdefault(place, []).extend(reasons)
+        if reasons or delta.starts_over:
+            self.outcome.finish_reasons = [*chain.from_iterable(self._finish_reasons.values())]
         if delta.error is not None and delta.at_fault is not None:
             raise refuse(self._request, RequestRefusedError(delta.error, delta.at_fault), "unsatisfiable")
         if delta.error is not None or "error" in reasons:

@@ -28,10 +28,10 @@ _RENDERED = {"role", "content", "name"}  # of a message; of its other fields non
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens, and as text where it came as such."""
+    """A prompt as tokens, and the text that an answer has of it: "" where none is asked for."""
 
     token_ids: list[int]
-    text: str | None
+    echo: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Job:
         continuous_usage: Whether every chunk has it.
         echo: Whether the answer begins with the prompt.
         top_logprobs: Most likely tokens to report at each place; None reports no log-probabilities.
+        skip_special_tokens: Whether special tokens have no text, in the prompt as in the output.
     """
 
     id: str
@@ -65,6 +66,7 @@ class Job:
     continuous_usage: bool
     echo: bool
     top_logprobs: int | None
+    skip_special_tokens: bool
 
 
 def _list_prompts(request: CompletionRequest) -> list[Any]:
@@ -222,6 +224,10 @@ def make_job(
     else:
         raise ArgumentTypeError(f"no API has a {type(request).__name__}")
     prompts = [_truncate(prompt, request.truncate_prompt_tokens) for prompt in prompts]
+    skips, echoes = request.skip_special_tokens is not False, isinstance(request, CompletionRequest) and request.echo
+    if echoes and codec is not None:
+        # The tokens' text, not the request's: a text and its ids echo alike, and offsets point into it.
+        prompts = [Prompt(one.token_ids, codec.decode(one.token_ids, skip_special_tokens=skips)) for one in prompts]
     name = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
     requests = [
         EngineRequest(
@@ -245,8 +251,9 @@ def make_job(
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
-        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        echo=bool(echoes),
         top_logprobs=_top_logprobs(request),
+        skip_special_tokens=skips,
     )
 
 
@@ -298,18 +305,18 @@ def _read_prompts(request: CompletionRequest, facts: ModelFacts, codec: TextCode
 
 def _make_prompt(entry: str | list[int], codec: TextCodec | None) -> Prompt:
     if not isinstance(entry, str):
-        return Prompt(entry, None)
+        return Prompt(entry)
     token_ids = [] if codec is None else codec.encode(entry)
     if not token_ids:
         raise invalid_value("the prompt has no tokens", "prompt")
-    return Prompt(token_ids, entry)
+    return Prompt(token_ids)
 
 
 def _truncate(prompt: Prompt, most: int | None) -> Prompt:
     """The last `most` tokens of a prompt; None keeps all."""
     if most is None or len(prompt.token_ids) <= most:
         return prompt
-    return Prompt(prompt.token_ids[-most:], None)
+    return Prompt(prompt.token_ids[-most:])
 
 
 def check_ids(token_ids: list[int], facts: ModelFacts, param: str = "prompt", *, may_be_long: bool = False) -> None:
@@ -372,9 +379,9 @@ def encode_chat(
         variables=variables,
     )
     try:
-        text, token_ids = chats.encode(conversation, add_special_tokens=add_special_tokens)
+        _, token_ids = chats.encode(conversation, add_special_tokens=add_special_tokens)
     except RefusedError as error:
         raise refuse(request, error) from None
     if not token_ids:
         raise invalid_value("the rendered messages have no tokens", "messages")
-    return Prompt(token_ids, text)
+    return Prompt(token_ids)

@@ -30,8 +30,8 @@ def error_frame(error: ApiError) -> bytes:
 class _CompletionLogprobs:
     """The log-probabilities of a completion's tokens, and where in the text they stand."""
 
-    def __init__(self, codec: TextCodec | None, num_top: int) -> None:
-        self._codec, self._num_top, self._offset = codec, num_top, 0
+    def __init__(self, codec: TextCodec | None, num_top: int, *, skip_special_tokens: bool) -> None:
+        self._codec, self._num_top, self._offset, self._skips = codec, num_top, 0, skip_special_tokens
         # Half a character has no place of its own: it stands where the character begins.
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -40,7 +40,7 @@ class _CompletionLogprobs:
         for token_id, place in zip(token_ids, places, strict=True):
             tokens.append(_name(self._codec, token_id))
             offsets.append(self._offset)
-            piece = b"" if self._codec is None else self._codec.text_bytes(token_id)
+            piece = b"" if self._codec is None else self._codec.text_bytes(token_id, skip_special_tokens=self._skips)
             self._offset += len(self._decoder.decode(piece))
             logprobs.append(None if place is None else place.logprobs[0])
             tops.append(None if place is None else self._top(place))
@@ -55,11 +55,12 @@ class CompletionWriter:
     """One choice of /v1/completions."""
 
     def __init__(self, job: Job, index: int, prompt: Prompt, codec: TextCodec | None) -> None:
-        self._index, self._is_echoed, self._echo, self._prompt_ids = index, job.echo, "", prompt.token_ids
+        self._index, self._is_echoed, self._echo, self._prompt_ids = index, job.echo, prompt.echo, prompt.token_ids
         self._prompt_scores: Sequence[TokenScores | None] = ()
-        self._logprobs = None if job.top_logprobs is None else _CompletionLogprobs(codec, job.top_logprobs)
-        if job.echo:
-            self._echo = prompt.text or ("" if codec is None else codec.decode(prompt.token_ids))
+        self._logprobs = None
+        if job.top_logprobs is not None:
+            skips = job.skip_special_tokens
+            self._logprobs = _CompletionLogprobs(codec, job.top_logprobs, skip_special_tokens=skips)
 
     def add_prompt(self, scores: Sequence[TokenScores | None]) -> None:
         """Takes the prompt's log-probabilities [n]; the next chunk has them."""

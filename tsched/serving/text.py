@@ -74,9 +74,9 @@ class TextCodec:
         """The bytes of one token; half a character is some of its bytes."""
         return self._pieces(token_id)
 
-    def text_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token has in a text; a special token has none there."""
-        return b"" if token_id in self._special else self.token_bytes(token_id)
+    def text_bytes(self, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
+        """The bytes that a token has in a text; a special token has none there unless it is not skipped."""
+        return b"" if skip_special_tokens and token_id in self._special else self.token_bytes(token_id)
 
     def describe(self, chat_template: str | None) -> TokenizerInfo:
         """What clients ask of a tokenizer."""

@@ -211,6 +211,27 @@ def test_echo_alone_repeats_the_prompt(server: RunningServer) -> None:
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize("skips", [True, False])
+def test_an_echo_is_its_tokens_text_and_offsets_point_into_it(
+    skips: bool, server: RunningServer, tokenizer: Tokenizer
+) -> None:
+    """However the prompt was sent, and whatever special tokens it spells."""
+    text = "<end>def scan(<end>line"
+    ids = tokenizer.encode(text).ids
+    assert ids.count(0) == 2
+    sampling = {"max_tokens": 3, "temperature": 0, "logit_bias": {"0": 100}, "ignore_eos": True}
+    body = {"model": "random", "echo": True, "logprobs": 0, "skip_special_tokens": skips, **sampling}
+    choices = [server.post("/v1/completions", body | {"prompt": one}).json["choices"] for one in (text, ids)]
+    assert choices[0] == choices[1]
+    ((choice,), _) = choices
+    assert choice["text"] == (text.replace("<end>", "") if skips else text + "<end>" * 3)
+    found = choice["logprobs"]
+    assert found["tokens"][-3:] == ["<end>"] * 3
+    for token, offset in zip(found["tokens"], found["text_offset"], strict=True):
+        if not (skips and token == "<end>"):
+            assert choice["text"][offset : offset + len(token)] == token
+
+
 def test_usage_rides_with_every_chunk_where_asked(server: RunningServer) -> None:
     body = {"model": "random", "prompt": PROMPTS[0], "max_tokens": 6, "ignore_eos": True, "stream": True}
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
