@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tsched.serving import admin
-from tsched.serving.admission import BYTES_PER_TOKEN, Refused
+from tsched.serving.admission import Refused
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
 from tsched.serving.docs_page import docs_headers, render_docs
@@ -39,7 +39,7 @@ from tsched.serving.protocol.tokenization import (
     TokenizerInfo,
     Tokens,
 )
-from tsched.serving.requests import check_ids, check_model, tokenize_request
+from tsched.serving.requests import BYTES_PER_TOKEN, check_ids, check_model, tokenize_request
 from tsched.serving.text import TextCodec, no_tokenizer
 
 _STREAM = "text/event-stream"
@@ -99,17 +99,25 @@ def create_app(
     return app
 
 
-def create_api_server(model: str | Path, *, limits: ServerLimits | None = None, **options: Any) -> FastAPI:
-    """A server of one model on the threads of this process, as `uvicorn.run` takes it.
+def create_api_server(
+    model: str | Path, *, limits: ServerLimits | None = None, keys: Keys | None = None, **options: Any
+) -> FastAPI:
+    """The routes of `tk serve` over one model on the threads of this process, as `uvicorn.run` takes them.
 
         uvicorn.run(create_api_server("tiny", max_num_seqs=32), port=8000)
+
+    uvicorn has the connections then, and its own bounds for them: `header_timeout`, `keep_alive_timeout` and
+    `drain_timeout` do nothing, and `write_timeout` ends a request whose reader does not read, but not a connection
+    whose answer was written. `tsched.serving.http.serve` runs the app with all of these. `stall_timeout` is of an
+    engine in a process of its own, which only `tk serve` has.
 
     Args:
         model: As of AsyncLLM.
         limits: Every bound and time-out.
+        keys: Who may ask; None lets everybody.
         options: As of AsyncLLM.
     """
-    return create_app(LocalClient(model, **options), limits)
+    return create_app(LocalClient(model, **options), limits, keys=keys)
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -298,7 +306,7 @@ async def _answer_off_loop(front: FrontEnd, request: Request, work: Callable[[by
     front.open_door()  # before a body is read for nothing
     seconds = asked_seconds(request.scope, front.limits.request_timeout)
     body = await read_body(request.scope, request.receive, front.limits)
-    num_tokens = len(body) // BYTES_PER_TOKEN
+    num_tokens = min(len(body) // BYTES_PER_TOKEN, front.facts().max_model_len)
     ticket = front.open_door().admit(request.state.tenant.name, 1, num_tokens, num_tokens)
     if isinstance(ticket, Refused):
         raise too_much(ticket)

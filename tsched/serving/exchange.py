@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tsched.requests.errors import RefusedError
 from tsched.requests.structured_outputs import StructuredOutputsParams
-from tsched.serving.admission import BYTES_PER_TOKEN, Refused, Ticket
+from tsched.serving.admission import Refused, Ticket
 from tsched.serving.auth import Tenant
 from tsched.serving.body import CLIENT_GONE, ClientGoneError, read_body
 from tsched.serving.engine_client import (
@@ -37,6 +38,7 @@ from tsched.serving.requests import (
     count_asked_outputs,
     count_completions,
     count_prompts,
+    estimate_prompt_tokens,
     make_job,
     refuse,
 )
@@ -93,6 +95,7 @@ class Exchange(Response):
         self._is_whole = False  # its last byte is sent
         self._sending_since: float | None = None
         self._streams: list[DeltaStream] = []
+        self._finish_reasons: dict[int, list[str]] = {}  # of each prompt
         self._written_at = 0.0
         self._pinging: asyncio.Task[None] | None = None
 
@@ -136,7 +139,7 @@ class Exchange(Response):
         self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            ticket = self._admit(request, len(body))
+            ticket = self._admit(request)
             try:
                 error = time_is_over(limits.queue_timeout, "no token came in time", "queue_timeout")
                 self._end_after("queue", limits.queue_timeout, error)
@@ -152,9 +155,9 @@ class Exchange(Response):
         request = parse_request(self._kind, body)
         return request, check_request(request, self._front.facts(), may_hurry=self._front.keys is None)
 
-    def _admit(self, request: GenerationRequest, num_bytes: int) -> Ticket:
+    def _admit(self, request: GenerationRequest) -> Ticket:
         """Lets the request in, before anything of it is tokenized; ApiError 429 says why not."""
-        num_tokens = num_bytes // BYTES_PER_TOKEN
+        num_tokens = estimate_prompt_tokens(request, self._front.facts())
         num_asked = num_tokens + count_asked_outputs(request, self._front.facts())
         admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
         if isinstance(admitted, Refused):
@@ -232,7 +235,12 @@ class Exchange(Response):
             self._timers.pop("queue").cancel()
             ticket.start()
         reasons = [sample.finish_reason for sample in delta.samples if sample.finish_reason is not None]
-        self.outcome.finish_reasons += reasons
+        if delta.starts_over:
+            self._finish_reasons.pop(place, None)
+        if reasons:
+            self._finish_reasons.setdefault(place, []).extend(reasons)
+        if reasons or delta.starts_over:
+            self.outcome.finish_reasons = [*chain.from_iterable(self._finish_reasons.values())]
         if delta.error is not None and delta.at_fault is not None:
             raise refuse(self._request, RequestRefusedError(delta.error, delta.at_fault), "unsatisfiable")
         if delta.error is not None or "error" in reasons:

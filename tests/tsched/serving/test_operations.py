@@ -14,6 +14,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.routing import Route
 
@@ -21,7 +22,7 @@ from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
 from tsched.requests.prompts import check_priority
 from tsched.serving import app, exchange
-from tsched.serving.app import create_app
+from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.exchange import Exchange
 from tsched.serving.limits import ServerLimits
@@ -511,6 +512,22 @@ def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Sta
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ALICE)).status == 401
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ADMIN)).status == 200
     assert client.submitted == []
+
+
+def test_a_programs_own_server_may_have_keys_and_limits(checkpoint: Path) -> None:
+    """None of these requests comes to the model, which is not loaded."""
+    app = create_api_server(checkpoint, keys=KEYS, limits=ServerLimits(max_body_bytes=100), max_num_seqs=2)
+
+    async def ask() -> None:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/v1/models", headers=bearer(ALICE))).status_code == 503
+            headers = bearer(ALICE) | {"content-type": "application/json"}
+            long = await client.post("/tokenize", content=b"x" * 101, headers=headers)
+            assert long.status_code == 413
+
+    asyncio.run(ask())
 
 
 def test_without_keys_nobody_swaps_kernels(start: Start) -> None:
