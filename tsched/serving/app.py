@@ -241,8 +241,9 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
 def _add_health(app: FastAPI, front: FrontEnd) -> None:
     def say_ready() -> Response:
         readiness = front.readiness()
-        is_ready = readiness["status"] == "ready"
-        return JSONResponse(dict(readiness), 200 if is_ready else 503, None if is_ready else {"retry-after": "1"})
+        status = readiness["status"]
+        headers = None if status in ("ready", "failed") else {"retry-after": "1"}  # a failed one stays so
+        return JSONResponse(dict(readiness), 200 if status == "ready" else 503, headers)
 
     state: dict[int | str, dict[str, Any]] = {503: {"description": "No request is taken now; `status` says why"}}
 

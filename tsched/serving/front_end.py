@@ -120,7 +120,8 @@ class FrontEnd:
         if self.is_draining:
             raise unavailable("the server stops and takes no more requests", _RETRY_S)
         if self.load_error is not None or self.client.state == "failed":
-            raise ApiError(503, "the engine has failed", "engine_failed", kind="server_error", retry_after=_RETRY_S)
+            # Nothing but a new server helps, so no time is said.
+            raise ApiError(503, "the engine has failed", "engine_failed", kind="server_error")
         if self._admission is None:
             self.facts()
             raise unavailable("the model is being loaded", 1.0)

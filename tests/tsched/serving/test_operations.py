@@ -481,7 +481,10 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
-    assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"
+    dead = server.post("/v1/completions", TEXT)
+    assert (dead.status, dead.error["code"]) == (503, "engine_failed")
+    for answer in (dead, server.get("/ready")):
+        assert "retry-after" not in answer.headers, "it will not be back"
     client.state = "ready"
     assert server.post("/v1/completions", TEXT).status == 200
 
