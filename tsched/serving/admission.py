@@ -13,9 +13,6 @@ from limits import RateLimitItemPerMinute
 from limits.storage import MemoryStorage
 from limits.strategies import MovingWindowRateLimiter
 
-BYTES_PER_TOKEN = 4
-"""What a token of a prompt is estimated at until it is counted."""
-
 Reason = Literal["in_flight", "waiting_tokens", "requests_per_minute", "tokens_per_minute"]
 
 

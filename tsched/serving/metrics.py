@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -160,20 +161,24 @@ class RequestMeter:
         self._metrics = metrics
         self._labels = metrics.labels()
         self._arrival = time.monotonic()
-        self._first: float | None = None  # when the first token came
+        self._has_token = False
+        self._firsts: dict[int, float] = {}  # prompt -> when its first token came
         self._last: dict[tuple[int, int], float] = {}  # (prompt, completion) -> when its last output came
-        self._num_tokens = 0
+        self._num_tokens: Counts[int] = Counts()  # of each prompt
         self._times: list[RequestTimes] = []  # of the prompts that have ended
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Observes what has come of the request's `prompt`."""
         metrics, now = self._metrics, time.monotonic()
+        if delta.starts_over:
+            self._forget(prompt)
         for sample in delta.samples:
             if not sample.token_ids:
                 continue
-            self._num_tokens += len(sample.token_ids)
-            if self._first is None:
-                self._first = now
+            self._num_tokens[prompt] += len(sample.token_ids)
+            self._firsts.setdefault(prompt, now)
+            if not self._has_token:
+                self._has_token = True
                 metrics._ttft.labels(*self._labels).observe(now - self._arrival)
             before = self._last.get((prompt, sample.sample))
             if before is not None:
@@ -181,6 +186,12 @@ class RequestMeter:
             self._last[prompt, sample.sample] = now
         if delta.times is not None:
             self._times.append(delta.times)
+
+    def _forget(self, prompt: int) -> None:
+        """Forgets what a life of the engine made of a prompt that the next one serves anew."""
+        self._num_tokens.pop(prompt, None)
+        self._firsts.pop(prompt, None)
+        self._last = {place: then for place, then in self._last.items() if place[0] != prompt}
 
     def end(self, status: int, error: str | None, finish_reasons: Iterable[str], num_prompt_tokens: int) -> None:
         """Counts the request's end.
@@ -201,15 +212,17 @@ class RequestMeter:
         now = time.monotonic()
         metrics._e2e.labels(*labels).observe(now - self._arrival)
         metrics._prompt.labels(*labels).observe(num_prompt_tokens)
-        metrics._generated.labels(*labels).observe(self._num_tokens)
+        num_tokens = self._num_tokens.total()
+        metrics._generated.labels(*labels).observe(num_tokens)
         if self._times:  # an aborted request has none
             metrics._times.observe(labels, RequestTimes(*map(max, zip(*self._times, strict=True))))
-        if self._first is not None and self._num_tokens > len(self._last):
-            per_token = (max(self._last.values()) - self._first) / (self._num_tokens / len(self._last) - 1)
+        if num_tokens > len(self._last):
+            decoding = max(self._last.values()) - min(self._firsts.values())
+            per_token = decoding / (num_tokens / len(self._last) - 1)
             metrics._tpot.labels(*labels).observe(per_token)
 
     def _is_refusal(self, error: str) -> bool:
-        return self._num_tokens == 0 and error not in _ENDS
+        return not self._has_token and error not in _ENDS
 
 
 _ENDS = {

@@ -19,9 +19,10 @@ from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.sampling import GenerationRequest, WireModel
 from tsched.serving.protocol.tokenization import TokenizeRequest
-from tsched.serving.text import TextCodec, check_text, no_tokenizer
+from tsched.serving.text import TextCodec, check_length, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
+BYTES_PER_TOKEN = 4  # what a token of a text is estimated at until it is counted
 _RENDERED = {"role", "content", "name"}  # of a message; of its other fields none says anything
 
 
@@ -68,16 +69,45 @@ class Job:
     skip_special_tokens: bool
 
 
+def _list_prompts(request: CompletionRequest) -> list[Any]:
+    given = request.prompt
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
 def count_prompts(request: GenerationRequest) -> int:
     """Prompts that a request has."""
-    if isinstance(request, CompletionRequest) and not isinstance(request.prompt, str):
-        return 1 if isinstance(request.prompt[0], int) else len(request.prompt)
-    return 1
+    return len(_list_prompts(request)) if isinstance(request, CompletionRequest) else 1
 
 
 def count_completions(request: GenerationRequest) -> int:
     """Completions that a request asks for, over all its prompts."""
     return count_prompts(request) * max(1, request.n or 1)
+
+
+def estimate_prompt_tokens(request: GenerationRequest, facts: ModelFacts) -> int:
+    """Prompt tokens that a request brings to the engine: ids counted, text by its bytes, both as `_truncate` leaves
+    them."""
+    if isinstance(request, ConversationRequest):
+        sizes = [_estimate_tokens(_list_texts(request))]
+    else:
+        entries = _list_prompts(request) if isinstance(request, CompletionRequest) else []
+        sizes = [_estimate_tokens([one]) if isinstance(one, str) else len(one) for one in entries]
+    most = facts.max_model_len
+    if request.truncate_prompt_tokens is not None:
+        most = min(most, request.truncate_prompt_tokens)
+    return sum(min(size, most) for size in sizes)
+
+
+def _estimate_tokens(texts: Sequence[str]) -> int:
+    num_bytes = sum(len(one) if one.isascii() else len(one.encode("utf-8", "surrogatepass")) for one in texts)
+    return -(-num_bytes // BYTES_PER_TOKEN)
+
+
+def _list_texts(request: ConversationRequest) -> list[str]:
+    """All that a chat template may render of a conversation."""
+    variables = (request.chat_template_kwargs or {}).values()
+    texts = [text for one in request.messages or () for text in one.texts]
+    return texts + [one for one in variables if isinstance(one, str)]
 
 
 def count_asked_outputs(request: GenerationRequest, facts: ModelFacts) -> int:
@@ -187,7 +217,8 @@ def make_job(
     """
     is_chat = isinstance(request, ChatRequest)
     if isinstance(request, ChatRequest):
-        prompts = [encode_chat(request, facts, codec, chats, may_be_long=request.truncate_prompt_tokens is not None)]
+        will_be_cut = request.truncate_prompt_tokens is not None
+        prompts = [encode_chat(request, facts, codec, chats, will_be_cut=will_be_cut)]
     elif isinstance(request, CompletionRequest):
         prompts = _read_prompts(request, facts, codec)
     else:
@@ -261,16 +292,14 @@ def _default_max_tokens(request: GenerationRequest, left: int) -> int:
 
 
 def _read_prompts(request: CompletionRequest, facts: ModelFacts, codec: TextCodec | None) -> list[Prompt]:
-    given = request.prompt
-    entries: list[Any] = [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+    entries, will_be_cut = _list_prompts(request), request.truncate_prompt_tokens is not None
     for entry in entries:  # all before any is tokenized
         if isinstance(entry, str):
             if codec is None:
                 raise no_tokenizer("prompt")
-            if request.truncate_prompt_tokens is None:
-                check_text(entry, codec, facts.max_model_len, "prompt")
+            check_length(len(entry), codec, facts.max_model_len, "prompt", will_be_cut=will_be_cut)
         else:
-            check_ids(entry, facts, may_be_long=request.truncate_prompt_tokens is not None)
+            check_ids(entry, facts, may_be_long=will_be_cut)
     return [_make_prompt(entry, codec) for entry in entries]
 
 
@@ -308,7 +337,7 @@ def tokenize_request(
     if request.prompt is None:
         special = bool(request.add_special_tokens)  # vLLM's default: a template writes its own
         return encode_chat(request, facts, codec, chats, add_special_tokens=special).token_ids
-    check_text(request.prompt, codec, facts.max_model_len, "prompt")
+    check_length(len(request.prompt), codec, facts.max_model_len, "prompt")
     return codec.encode(request.prompt, add_special_tokens=request.add_special_tokens is not False)
 
 
@@ -318,7 +347,7 @@ def encode_chat(
     codec: TextCodec | None,
     chats: ChatEncoder | None,
     *,
-    may_be_long: bool = False,
+    will_be_cut: bool = False,
     add_special_tokens: bool = False,
 ) -> Prompt:
     """The prompt that the model's chat template makes of messages.
@@ -328,7 +357,7 @@ def encode_chat(
         facts: Of the model.
         codec: Its tokenizer; None where it has none.
         chats: Its tokenizer with its template; None where it has none.
-        may_be_long: Whether it may have more tokens than the model takes.
+        will_be_cut: Whether only the last of its tokens are kept.
         add_special_tokens: Whether it begins and ends as the tokenizer's texts, whatever the template writes.
 
     Raises:
@@ -341,10 +370,8 @@ def encode_chat(
         message = "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions"
         raise invalid_value(message, "messages")
     variables = request.chat_template_kwargs or {}
-    num_chars = sum(one.num_chars for one in messages) + sum(len(v) for v in variables.values() if isinstance(v, str))
-    if num_chars > facts.max_model_len * codec.max_token_chars and not may_be_long:
-        message = f"the model takes {facts.max_model_len} tokens, and {num_chars} characters have more"
-        raise invalid_value(message, "messages", "context_length_exceeded")
+    num_chars = sum(map(len, _list_texts(request)))
+    check_length(num_chars, codec, facts.max_model_len, "messages", will_be_cut=will_be_cut)
     conversation = Conversation(
         [one.model_dump(include=_RENDERED, exclude_none=True) for one in messages],
         add_generation_prompt=request.add_generation_prompt is not False,

@@ -206,8 +206,8 @@ class SupervisedClient:
         self._listeners.append(on_stats)
 
     async def swap_kernels(self, choices: Mapping[str, Any]) -> KernelSwap:
-        if self._state != "ready" or self._worker is None:
-            raise EngineUnavailableError(*self._why_unavailable())
+        self.check_open()
+        assert self._worker is not None, "it is ready"
         self._num_swaps += 1
         swap_id, answer = self._num_swaps, asyncio.get_running_loop().create_future()
         try:

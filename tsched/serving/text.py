@@ -15,6 +15,9 @@ from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.serving.protocol.tokenization import TokenizerInfo
 from tsched.torch_free import TKernelsError
 
+MAX_CUT_CHARS = 1 << 18
+"""Characters that a text may have which is cut to the last of its tokens, where the model takes fewer."""
+
 _MEMO = 1 << 16  # tokens whose texts are kept
 
 
@@ -97,15 +100,29 @@ def special_token(token: Any) -> str | None:
     return token.get("content") if isinstance(token, Mapping) else token
 
 
-def check_text(text: str, codec: TextCodec, max_model_len: int, param: str) -> None:
-    """Refuses a text that must be too long, without tokenizing it.
+def check_length(
+    num_chars: int, codec: TextCodec, max_model_len: int, param: str, *, will_be_cut: bool = False
+) -> None:
+    """Refuses text that must be too long, without tokenizing it.
+
+    Args:
+        num_chars: Its characters.
+        codec: The model's tokenizer.
+        max_model_len: Tokens that the model takes.
+        param: The request's field that has it.
+        will_be_cut: Whether only the last of its tokens are kept. Which those are is known once all is tokenized, so
+            such a text is bounded too.
 
     Raises:
         ApiError: Even with the longest tokens it has more than the model takes.
     """
     most = max_model_len * codec.max_token_chars
-    if len(text) > most:
-        message = f"the model takes {max_model_len} tokens, and a text of {len(text)} characters has more"
+    if will_be_cut:
+        most = max(most, MAX_CUT_CHARS)
+    if num_chars > most:
+        message = f"the model takes {max_model_len} tokens, and a text of {num_chars} characters has more"
+        if will_be_cut:
+            message += f"; to be truncated it may have {most}"
         raise invalid_value(message, param, "context_length_exceeded")
 
 

@@ -17,10 +17,10 @@ import msgpack
 
 from tsched.serving.link import encode_message
 
-SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE, MUMBLE_ONCE = range(1, 10)
+SPEAK_AND_WAIT, SILENT_ONCE, RAISE, HANG, ANSWER, LIE, SILENT, SPEAK_ONCE, MUMBLE_ONCE, HALVE_ONCE = range(1, 11)
 """Prompts of one token: say one token and no more; say nothing in the first life; fail; step no more; two tokens and
 the end; send what is no message; say nothing in any life; say one token and no more in the first life; the same
-without text.
+without text; end the first of two completions by its length in the first life, and both by a stop in a later one.
 """
 
 FACTS: dict[str, Any] = {
@@ -99,6 +99,11 @@ class ScriptedWorker:
         self.is_hanging |= token == HANG
         if token == SPEAK_AND_WAIT or (token == SPEAK_ONCE and self.life == 0):
             self.news((name, [[[0, [7], "a", None, None, None]], False, None, None, None, None, None]))
+        if token == HALVE_ONCE and self.life == 0:
+            self.news((name, [[[0, [7], "a", None, "length", None]], False, None, None, None, None, None]))
+        if token == HALVE_ONCE and self.life > 0:
+            both = [[0, [7], "a", None, "stop", None], [1, [8], "b", None, "stop", None]]
+            self.news((name, [both, True, None, None, None, [0.0, 0.1, 0.2], None]))
         if token == MUMBLE_ONCE and self.life == 0:
             self.news((name, [[[0, [7], "", None, None, None]], False, None, None, None, None, None]))
         if token == ANSWER or (token in (SILENT_ONCE, SPEAK_ONCE, MUMBLE_ONCE) and self.life > 0):

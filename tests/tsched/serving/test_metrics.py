@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,7 +21,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tsched.serving.conftest import OPTIONS, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient
-from tests.tsched.serving.scripted_worker import ANSWER, MUMBLE_ONCE, RAISE, SILENT_ONCE, SPEAK_AND_WAIT, SPEAK_ONCE
+from tests.tsched.serving.scripted_worker import (
+    ANSWER,
+    HALVE_ONCE,
+    MUMBLE_ONCE,
+    RAISE,
+    SILENT_ONCE,
+    SPEAK_AND_WAIT,
+    SPEAK_ONCE,
+)
 from tests.tsched.serving.test_operations import TEXT, Start, at_rest, open_request, start, wait_for  # noqa: F401
 from tsched.serving import metrics as metrics_room
 from tsched.serving import supervisor, worker_process
@@ -164,6 +173,20 @@ def test_a_kill_is_an_error_frame_and_is_counted(scripted: RunningServer) -> Non
     assert total(scripted, "vllm:request_decode_time_seconds_sum") == pytest.approx(0.8)
 
 
+def test_a_completion_that_ends_in_two_lives_has_one_reason(scripted: RunningServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask, scripted, [HALVE_ONCE], n=2, temperature=1.0)
+        while total(scripted, "vllm:time_to_first_token_seconds_count") < 1:
+            time.sleep(0.01)
+        os.kill(scripted.front.client.worker_pid, signal.SIGKILL)
+        choices = asked.result().json["choices"]
+    assert [one["finish_reason"] for one in choices] == ["stop", "stop"]
+    check_sums(scripted)
+    finished = [one for one in samples(scripted) if one.name == "vllm:request_success_total" and one.value]
+    assert [one.labels["finished_reason"] for one in finished] == ["stop"]
+    assert total(scripted, "vllm:request_generation_tokens_sum") == 2
+
+
 def test_dashboards_find_vllms_names_and_all_of_its_buckets(server: RunningServer) -> None:
     assert ask(server, [5, 6, 7]).status == 200
     found = samples(server)
@@ -264,6 +287,27 @@ def test_what_is_measured_is_what_a_client_sees(tmp_path: Path, monkeypatch: pyt
     assert values["vllm:request_prefill_time_seconds_sum"] == pytest.approx(0.2)
     assert (values["vllm:request_prompt_tokens_sum"], values["vllm:request_generation_tokens_sum"]) == (7, 6)
     assert 'finished_reason="length"' in text
+
+
+def test_what_a_dead_engine_made_is_not_counted_with_what_the_next_makes_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two prompts starts over once; the second had ended."""
+    now = 0.0
+    monkeypatch.setattr(metrics_room, "time", SimpleNamespace(monotonic=lambda: now))
+    metrics = Metrics(LocalClient(tmp_path))
+    meter = metrics.begin_request()
+    lives = [(0.1, 0, [1], False), (0.3, 0, [2], False), (1.0, 1, [3], False), (9.0, 0, [1], True)]
+    for then, prompt, ids, starts_over in [*lives, (9.2, 0, [2, 4], False)]:
+        now = then
+        meter.take(prompt, Delta([SampleDelta(0, ids, "", None)], False, starts_over=starts_over))
+    meter.end(200, None, ["stop", "stop"], 2)
+    values = {one.name: one.value for family in metrics.registry.collect() for one in family.samples}
+    assert values["vllm:time_to_first_token_seconds_count"] == 1
+    assert values["vllm:inter_token_latency_seconds_count"] == 2
+    assert values["vllm:inter_token_latency_seconds_sum"] == pytest.approx(0.2 + 0.2), "no span over the restart"
+    assert values["vllm:request_generation_tokens_sum"] == 1 + 3
+    assert values["vllm:request_time_per_output_token_seconds_sum"] == pytest.approx((9.2 - 1.0) / (4 / 2 - 1))
 
 
 def test_gpus_show_their_use_where_nvml_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from starlette.routing import Route
 
 from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
 from tsched.requests.prompts import check_priority
-from tsched.serving.app import create_app
+from tsched.serving import app, exchange
+from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.exchange import Exchange
 from tsched.serving.limits import ServerLimits
@@ -478,7 +481,10 @@ def test_a_loading_restarting_or_dead_engine_is_not_ready(start: Start) -> None:
     assert not client.submitted
     client.state = "failed"
     assert server.get("/health").status == 503
-    assert server.post("/v1/completions", TEXT).error["code"] == "engine_failed"
+    dead = server.post("/v1/completions", TEXT)
+    assert (dead.status, dead.error["code"]) == (503, "engine_failed")
+    for answer in (dead, server.get("/ready")):
+        assert "retry-after" not in answer.headers, "it will not be back"
     client.state = "ready"
     assert server.post("/v1/completions", TEXT).status == 200
 
@@ -509,6 +515,22 @@ def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Sta
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ALICE)).status == 401
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ADMIN)).status == 200
     assert client.submitted == []
+
+
+def test_a_programs_own_server_may_have_keys_and_limits(checkpoint: Path) -> None:
+    """None of these requests comes to the model, which is not loaded."""
+    app = create_api_server(checkpoint, keys=KEYS, limits=ServerLimits(max_body_bytes=100), max_num_seqs=2)
+
+    async def ask() -> None:
+        transport = httpx2.ASGITransport(app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            assert (await client.get("/v1/models")).status_code == 401
+            assert (await client.get("/v1/models", headers=bearer(ALICE))).status_code == 503
+            headers = bearer(ALICE) | {"content-type": "application/json"}
+            long = await client.post("/tokenize", content=b"x" * 101, headers=headers)
+            assert long.status_code == 413
+
+    asyncio.run(ask())
 
 
 def test_without_keys_nobody_swaps_kernels(start: Start) -> None:
@@ -639,6 +661,85 @@ def test_live_answers_while_long_prompts_are_tokenized(start: Start) -> None:
         assert not answer.done()
         may_end.set()
         assert answer.result().status == 200
+
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", TEXT | {"prompt": [5] * 600}),
+    ("/v1/completions", TEXT | {"allowed_token_ids": [5] * 600}),
+    ("/tokenize", {"prompt": "a b " * 300, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5] * 600}),
+    ("/admin/kernels", {"kernels": {"a" * place: None for place in range(1, 60)}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_large_bodies_are_read_and_checked_off_the_loop(
+    path: str, body: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = start(keys=KEYS)
+    threads: list[tuple[str, str]] = []
+
+    def note(name: str, real: Callable[..., Any], *parts: Any, **more: Any) -> Any:
+        threads.append((name, threading.current_thread().name.partition("_")[0]))
+        return real(*parts, **more)
+
+    for room, names in (
+        (exchange, ("parse_request", "check_request", "make_job")),
+        (app, ("parse_request", "tokenize_request", "check_ids")),
+    ):
+        for name in names:
+            monkeypatch.setattr(room, name, partial(note, name, getattr(room, name)))
+    codec = server.front.codec
+    monkeypatch.setattr(codec, "token_name", partial(note, "token_name", codec.token_name))
+    assert server.post(path, body, bearer(ADMIN if path.startswith("/admin") else ALICE)).status in (200, 400)
+    assert threads[0] == ("parse_request", "tokenize")
+    assert {thread for _, thread in threads} == {"tokenize"}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_the_tokenizers_routes_are_let_in_as_others_and_have_an_end(path: str, body: Any, start: Start) -> None:
+    server, _ = start(limits={"max_in_flight": 1})
+    may_end, codec = threading.Event(), server.front.codec
+    real = codec.encode, codec.decode
+
+    def wait(*parts: Any, is_text: bool, **options: Any) -> Any:
+        may_end.wait(10)
+        return real[is_text](*parts, **options)
+
+    codec.encode, codec.decode = partial(wait, is_text=False), partial(wait, is_text=True)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, path, body)
+        try:
+            wait_for(lambda: server.front.open_door().num_in_flight == 1)
+            refused = server.post(path, body)
+        finally:
+            may_end.set()
+        assert (refused.status, refused.error["code"]) == (429, "in_flight")
+        assert first.result().status == 200
+        may_end.clear()
+        try:
+            late = server.post(path, body, {"x-request-timeout": "0.05"})
+        finally:
+            may_end.set()
+    assert (late.status, late.error["code"]) == (504, "request_timeout")
+    wait_for(lambda: at_rest(server))
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/admin/kernels"])
+def test_a_client_that_leaves_amid_any_body_is_no_failure(
+    path: str, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tsched.serving")
+    server, _ = start(keys=KEYS)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {ADMIN if 'admin' in path else ALICE}\r\n"
+    connection.sendall(f'{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"'.encode())
+    time.sleep(0.05)
+    connection.close()
+    wait_for(lambda: f'"path": "{path}"' in caplog.text)
+    assert '"status": 499' in caplog.text
+    assert "Traceback" not in caplog.text
+    assert "ERROR" not in caplog.text
 
 
 def test_limits_are_checked() -> None:

@@ -268,6 +268,8 @@ def test_after_the_last_death_nothing_is_started_and_requests_say_so(tmp_path: P
         assert client.state == "failed"
         with pytest.raises(EngineFailedError, match="failed 3 times in 600 s, at last: .*planted"):
             ask(client, "b", ANSWER)
+        with pytest.raises(EngineFailedError, match="failed 3 times"):
+            await client.swap_kernels({"paged_decode": None})
         assert len(os.listdir(tmp_path)) == 3
 
     serve(tmp_path, main)

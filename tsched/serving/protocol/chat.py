@@ -41,10 +41,10 @@ class Message(WireModel):
     tool_calls: Nothing = None
 
     @property
-    def num_chars(self) -> int:
-        """Characters that a chat template may render of it."""
+    def texts(self) -> list[str]:
+        """What a chat template may render of it."""
         texts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
-        return sum(map(len, texts)) + len(self.name or "")
+        return [*texts, self.name or ""]
 
 
 Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

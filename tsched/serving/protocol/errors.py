@@ -107,7 +107,8 @@ STATUSES: Mapping[int, str] = {
     429: "Too much is in work, or the tenant's rate is used up; Retry-After says when to ask again",
     431: "The headers are too large",
     500: "The engine failed",
-    503: "The model is being loaded, restarts, or the server stops; Retry-After says when to ask again",
+    503: "The model is being loaded, restarts, or the server stops, and Retry-After says when to ask again; or the "
+    "engine has failed for good",
     504: "The request's time is over",
 }
 """Status -> what it means."""
