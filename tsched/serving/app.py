@@ -304,7 +304,6 @@ def _add_docs(app: FastAPI) -> None:
 
 async def _answer_off_loop(front: FrontEnd, request: Request, work: Callable[[bytes], Response]) -> Response:
     """Answers what the tokenizer alone answers: let in as a completion is, with the time of a request."""
-    front.open_door()  # before a body is read for nothing
     seconds = asked_seconds(request.scope, front.limits.request_timeout)
     body = await read_body(request.scope, request.receive, front.limits)
     num_tokens = min(len(body) // BYTES_PER_TOKEN, front.facts().max_model_len)
