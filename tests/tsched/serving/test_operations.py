@@ -21,7 +21,7 @@ from starlette.routing import Route
 from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
 from tsched.requests.prompts import check_priority
-from tsched.serving import app, exchange
+from tsched.serving import app, exchange, http
 from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.exchange import Exchange
@@ -366,7 +366,10 @@ def test_past_the_drain_a_stream_ends_with_an_error(how: str, start: Start) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["drain_timeout", "second_signal"])
-def test_a_reader_that_does_not_read_keeps_no_server_from_its_end(how: str, stream: bool, start: Start) -> None:
+def test_a_reader_that_does_not_read_keeps_no_server_from_its_end(
+    how: str, stream: bool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_LAST_WORDS_S", 0.1)
     limits = {"drain_timeout": 0.1 if how == "drain_timeout" else 3600.0, "write_timeout": 3600.0}
     server, client = start(limits=limits, width=1 << 18)
     connection = open_request(server, TEXT | {"stream": stream, "max_tokens": 120})
