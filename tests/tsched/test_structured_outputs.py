@@ -344,6 +344,7 @@ def test_a_reader_that_was_killed_is_started_again(llm: LLM) -> None:
         ({"json": 5}, "json must be a mapping or its text"),
         ({"json": {"const": {1, 2}}}, "json is no JSON"),
         ({"json": "{"}, "json is no JSON"),
+        ({"json": f'{{"const": {"1" * 5000}}}'}, "json has a number of thousands of digits"),
         ({"json": nested(101)}, "json is nested more than 100 levels deep"),
         ({"json": nested(300)}, "json is nested more than 100 levels deep"),
         ({"regex": "(a+)+$"}, "regex repeats a repetition without bound, '(a+)+': write one, as a+ for (a+)+"),

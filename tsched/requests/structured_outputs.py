@@ -97,9 +97,12 @@ def _read_schema(value: Any) -> str:
     text = _check_text("json", value)
     try:
         schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        what = "is nested too deep" if isinstance(error, RecursionError) else f"is no JSON: {error}"
-        raise ArgumentError(f"structured_outputs.json {what}") from None
+    except RecursionError:
+        raise ArgumentError("structured_outputs.json is nested too deep") from None
+    except json.JSONDecodeError as error:
+        raise ArgumentError(f"structured_outputs.json is no JSON: {error}") from None
+    except ValueError:  # Python's advice is for who writes Python
+        raise ArgumentError("structured_outputs.json has a number of thousands of digits") from None
     _check_schema(schema)
     return text
 
