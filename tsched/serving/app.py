@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -17,11 +17,12 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tsched.serving import admin
+from tsched.serving.admission import Refused
 from tsched.serving.auth import Keys
 from tsched.serving.body import read_body
 from tsched.serving.docs_page import docs_headers, render_docs
 from tsched.serving.engine_client import EngineClient
-from tsched.serving.exchange import Exchange
+from tsched.serving.exchange import Exchange, asked_seconds, time_is_over, too_much
 from tsched.serving.front_end import FrontEnd
 from tsched.serving.gate import Gate
 from tsched.serving.limits import ServerLimits
@@ -38,7 +39,7 @@ from tsched.serving.protocol.tokenization import (
     TokenizerInfo,
     Tokens,
 )
-from tsched.serving.requests import check_ids, check_model, tokenize_request
+from tsched.serving.requests import BYTES_PER_TOKEN, check_ids, check_model, tokenize_request
 from tsched.serving.text import TextCodec, no_tokenizer
 
 _STREAM = "text/event-stream"
@@ -204,24 +205,31 @@ def _add_tokenization(app: FastAPI, front: FrontEnd) -> None:
     @_post(app, "/tokenize", TokenizeRequest, Tokens, {"prompt": "def main("})
     async def tokenize(request: Request) -> Response:
         """The tokens of a text, as vLLM has it."""
-        asked = parse_request(TokenizeRequest, await read_body(request.scope, request.receive, front.limits))
-        facts, codec = front.facts(), need_codec("prompt" if asked.messages is None else "messages")
-        check_model(asked.model, facts)
-        asked.check_forms()
-        ids = await _off_loop(front, lambda: tokenize_request(asked, facts, codec, front.chats))
-        names = [codec.token_name(one) for one in ids] if asked.return_token_strs else None
-        tokens = Tokens(tokens=ids, token_strs=names, count=len(ids), max_model_len=facts.max_model_len)
-        return JSONResponse(tokens.model_dump())
+
+        def work(body: bytes) -> Response:
+            asked = parse_request(TokenizeRequest, body)
+            facts, codec = front.facts(), need_codec("prompt" if asked.messages is None else "messages")
+            check_model(asked.model, facts)
+            asked.check_forms()
+            ids = tokenize_request(asked, facts, codec, front.chats)
+            names = [codec.token_name(one) for one in ids] if asked.return_token_strs else None
+            tokens = Tokens(tokens=ids, token_strs=names, count=len(ids), max_model_len=facts.max_model_len)
+            return JSONResponse(tokens.model_dump())
+
+        return await _answer_off_loop(front, request, work)
 
     @_post(app, "/detokenize", DetokenizeRequest, DetokenizedText, {"tokens": [1, 2]})
     async def detokenize(request: Request) -> Response:
         """The text of tokens, as vLLM has it."""
-        asked = parse_request(DetokenizeRequest, await read_body(request.scope, request.receive, front.limits))
-        facts, codec = front.facts(), need_codec("tokens")
-        check_model(asked.model, facts)
-        check_ids(asked.tokens, facts, "tokens")
-        text = await _off_loop(front, lambda: codec.decode(asked.tokens, skip_special_tokens=False))
-        return JSONResponse({"prompt": text})
+
+        def work(body: bytes) -> Response:
+            asked = parse_request(DetokenizeRequest, body)
+            facts, codec = front.facts(), need_codec("tokens")
+            check_model(asked.model, facts)
+            check_ids(asked.tokens, facts, "tokens")
+            return JSONResponse({"prompt": codec.decode(asked.tokens, skip_special_tokens=False)})
+
+        return await _answer_off_loop(front, request, work)
 
     @app.get("/tokenizer_info", responses=document_errors([400, 503]))
     async def show_tokenizer() -> TokenizerInfo:
@@ -283,7 +291,8 @@ def _add_admin(app: FastAPI, front: FrontEnd) -> None:
     @_post(app, "/admin/kernels", admin.SwapRequest, admin.SwapAnswer, admin.EXAMPLE)
     async def swap_kernels(request: Request) -> Response:
         """Swaps kernels between two steps; needs an admin's key."""
-        asked = parse_request(admin.SwapRequest, await read_body(request.scope, request.receive, front.limits))
+        body = await read_body(request.scope, request.receive, front.limits)
+        asked = await front.process(len(body), parse_request, admin.SwapRequest, body)
         return JSONResponse((await admin.swap_kernels(front.client, asked)).model_dump())
 
 
@@ -291,6 +300,26 @@ def _add_docs(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def show_docs() -> Response:
         return Response(render_docs(app.openapi()), media_type="text/html", headers=docs_headers())
+
+
+async def _answer_off_loop(front: FrontEnd, request: Request, work: Callable[[bytes], Response]) -> Response:
+    """Answers what the tokenizer alone answers: let in as a completion is, with the time of a request."""
+    seconds = asked_seconds(request.scope, front.limits.request_timeout)
+    body = await read_body(request.scope, request.receive, front.limits)
+    num_tokens = min(len(body) // BYTES_PER_TOKEN, front.facts().max_model_len)
+    ticket = front.open_door().admit(request.state.tenant.name, 1, num_tokens, 0)
+    if isinstance(ticket, Refused):
+        raise too_much(ticket)
+    try:
+        async with asyncio.timeout(seconds):
+            return cast(Response, await _off_loop(front, lambda: work(body)))
+    except ApiError:
+        ticket.refund()
+        raise
+    except TimeoutError:
+        raise time_is_over(seconds) from None
+    finally:
+        ticket.give_back()
 
 
 async def _off_loop(front: FrontEnd, work: Callable[[], Any]) -> Any:

@@ -10,6 +10,9 @@ from tsched.serving.limits import ServerLimits
 from tsched.serving.protocol.errors import ApiError, invalid_value
 from tsched.torch_free import TKernelsError
 
+CLIENT_GONE = 499
+"""The status in the log of a request whose client left before its response."""
+
 
 class ClientGoneError(TKernelsError):
     """The client closed its connection: nobody is left to answer."""

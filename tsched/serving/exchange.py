@@ -21,7 +21,7 @@ from tsched.requests.errors import RefusedError
 from tsched.requests.structured_outputs import StructuredOutputsParams
 from tsched.serving.admission import Refused, Ticket
 from tsched.serving.auth import Tenant
-from tsched.serving.body import ClientGoneError, read_body
+from tsched.serving.body import CLIENT_GONE, ClientGoneError, read_body
 from tsched.serving.engine_client import (
     Delta,
     DeltaStream,
@@ -46,7 +46,6 @@ from tsched.serving.requests import (
 from tsched.serving.responses import Answer, error_frame
 
 LOG = logging.getLogger("tsched.serving")
-_INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
 _LOOK_S = 0.5  # between two looks at what a reader has left unread
 _NUMBER_BYTES = 80  # of memory, of a token id or log-probability that waits
 _JSON = [(b"content-type", b"application/json")]
@@ -70,7 +69,7 @@ class Outcome:
         finish_reasons: Of the completions that ended.
     """
 
-    status: int = 499
+    status: int = CLIENT_GONE
     error: str | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
@@ -132,24 +131,21 @@ class Exchange(Response):
             self._task.cancel()
 
     async def _answer(self, scope: Scope, receive: Receive) -> None:
-        limits, loop = self._front.limits, asyncio.get_running_loop()
-        self._front.open_door()  # before a body is read for nothing
-        seconds = _asked_seconds(scope, limits.request_timeout)
-        self._end_after("request", seconds, "the request's time is over", "request_timeout")
+        front, limits = self._front, self._front.limits
+        front.open_door()  # before a body is read for nothing
+        seconds = asked_seconds(scope, limits.request_timeout)
+        self._end_after("request", seconds, time_is_over(seconds))
         body = await read_body(scope, receive, limits)
-        if len(body) > _INLINE_BYTES:
-            request = await loop.run_in_executor(self._front.pool, parse_request, self._kind, body)
-        else:
-            request = parse_request(self._kind, body)
-        sampling = check_request(request, self._front.facts(), may_hurry=self._front.keys is None)
+        request, sampling = await front.process(len(body), self._read, body)
         self._request = request
         watcher = asyncio.create_task(self._watch(receive))
         try:
             ticket = self._admit(request)
             try:
-                self._end_after("queue", limits.queue_timeout, "no token came in time", "queue_timeout")
+                error = time_is_over(limits.queue_timeout, "no token came in time", "queue_timeout")
+                self._end_after("queue", limits.queue_timeout, error)
                 await self._read_form(request, sampling)
-                await self._serve(request, sampling, ticket, is_short=len(body) <= _INLINE_BYTES)
+                await self._serve(request, sampling, ticket, len(body))
             except ApiError:
                 ticket.refund()
                 raise
@@ -157,6 +153,11 @@ class Exchange(Response):
                 ticket.give_back()
         finally:
             watcher.cancel()
+
+    def _read(self, body: bytes) -> tuple[GenerationRequest, dict[str, Any]]:
+        """The request that a body holds and its sampling parameters, checked."""
+        request = parse_request(self._kind, body)
+        return request, check_request(request, self._front.facts(), may_hurry=self._front.keys is None)
 
     def _admit(self, request: GenerationRequest) -> Ticket:
         """Lets the request in, before anything of it is tokenized; ApiError 429 says why not."""
@@ -168,11 +169,7 @@ class Exchange(Response):
             count_asked_outputs(request, facts),
         )
         if isinstance(admitted, Refused):
-            if admitted.retry_after is None:
-                raise _blame(request, admitted)
-            raise ApiError(
-                429, admitted.message, admitted.reason, kind="rate_limit_error", retry_after=admitted.retry_after
-            )
+            raise _blame(request, admitted) if admitted.retry_after is None else too_much(admitted)
         return admitted
 
     async def _read_form(self, request: GenerationRequest, sampling: dict[str, Any]) -> None:
@@ -183,13 +180,10 @@ class Exchange(Response):
             except RefusedError as error:
                 raise refuse(request, error) from None
 
-    async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, *, is_short: bool) -> None:
+    async def _serve(self, request: GenerationRequest, sampling: Any, ticket: Ticket, num_bytes: int) -> None:
         front = self._front
         parts = (request, sampling, front.facts(), front.codec, front.chats, self._tenant)
-        if is_short:
-            job = make_job(*parts)
-        else:
-            job = await asyncio.get_running_loop().run_in_executor(front.pool, make_job, *parts)
+        job = await front.process(num_bytes, make_job, *parts)
         self.outcome.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
         num_outputs = job.n * sum(one.sampling["max_tokens"] for one in job.requests)
         refused = ticket.count(self.outcome.num_prompt_tokens, num_outputs)
@@ -277,8 +271,7 @@ class Exchange(Response):
         if self._pinging is not None:
             self._pinging.cancel()
 
-    def _end_after(self, name: str, seconds: float, message: str, code: str) -> None:
-        error = ApiError(504, f"{message} ({seconds:g} s)", code, kind="timeout_error")
+    def _end_after(self, name: str, seconds: float, error: ApiError) -> None:
         self._timers[name] = asyncio.get_running_loop().call_later(seconds, self.end, error)
 
     def _end_stalled(self) -> None:
@@ -373,6 +366,20 @@ async def _merge(streams: Sequence[DeltaStream]) -> AsyncGenerator[tuple[int, De
         await asyncio.gather(*readers, return_exceptions=True)
 
 
+def too_much(refused: Refused) -> ApiError:
+    """The error of a request that the door does not let in: 429, or 400 where it is above a bound by itself."""
+    if refused.retry_after is None:
+        return invalid_value(refused.message, None)
+    return ApiError(429, refused.message, refused.reason, kind="rate_limit_error", retry_after=refused.retry_after)
+
+
+def time_is_over(
+    seconds: float, message: str = "the request's time is over", code: str = "request_timeout"
+) -> ApiError:
+    """504, with the seconds that there were."""
+    return ApiError(504, f"{message} ({seconds:g} s)", code, kind="timeout_error")
+
+
 def _blame(request: GenerationRequest, refused: Refused, *, by_prompt: bool = False) -> ApiError:
     """The error of a request that is above a bound by itself, most of it by its prompt or not."""
     if refused.reason != "in_flight":
@@ -384,7 +391,7 @@ def _blame(request: GenerationRequest, refused: Refused, *, by_prompt: bool = Fa
     return invalid_value(message, "prompt" if num_prompts >= n else "n")
 
 
-def _asked_seconds(scope: Scope, longest: float) -> float:
+def asked_seconds(scope: Scope, longest: float) -> float:
     """The time that the header x-request-timeout asks for, at most the server's own; ApiError where it is none."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-timeout"), None)
     if given is None:

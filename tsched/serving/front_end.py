@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tsched.requests.chat_template import ChatEncoder, ChatTemplate, read_chat_template
 from tsched.requests.grammar_reader import GrammarReader
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tsched.serving.exchange import Exchange
 
 LOG = logging.getLogger("tsched.serving")
+ResultT = TypeVar("ResultT")
+_INLINE_BYTES = 1024  # a body this short is tokenized in less time than a thread takes to wake
 _RETRY_S = 5.0  # when a server that stops may have been replaced
 
 
@@ -46,7 +48,7 @@ class FrontEnd:
         load_error: Why the model could not be loaded.
         is_draining: Whether the server stops: it takes no more requests.
         exchanges: The requests in work.
-        pool: Threads that tokenize.
+        pool: Threads that read large bodies and tokenize.
     """
 
     def __init__(
@@ -128,6 +130,12 @@ class FrontEnd:
         except EngineUnavailableError as error:
             raise unavailable(str(error), error.retry_after) from None
         return self._admission
+
+    async def process(self, num_bytes: int, work: Callable[..., ResultT], *parts: Any) -> ResultT:
+        """Does what takes the longer the more bytes a body has: at once, or on a thread, and others are served."""
+        if num_bytes <= _INLINE_BYTES:
+            return work(*parts)
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work, *parts)
 
     async def read_form(self, form: StructuredOutputsParams) -> None:
         """Reads the form of an output; one that was read before takes no time. RefusedError says what is wrong."""

@@ -12,6 +12,7 @@ from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tsched.serving.auth import Tenant, check_access
+from tsched.serving.body import CLIENT_GONE, ClientGoneError
 from tsched.serving.front_end import FrontEnd
 from tsched.serving.protocol.errors import ApiError, internal_failure
 
@@ -57,6 +58,8 @@ class Gate:
             await self._app(scope, receive, send_with_id)
         except ApiError as error:
             await send_error(send_with_id, error)
+        except ClientGoneError:
+            status = CLIENT_GONE
         except Exception:
             logging.getLogger("tsched.serving").exception("a request failed")
             if not status:

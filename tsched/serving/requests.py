@@ -22,7 +22,7 @@ from tsched.serving.protocol.tokenization import TokenizeRequest
 from tsched.serving.text import TextCodec, check_length, no_tokenizer
 
 _SAMPLING_NAMES = frozenset(one.name for one in fields(SamplingParams))
-_BYTES_PER_TOKEN = 4  # what a token of a text is estimated at until it is counted
+BYTES_PER_TOKEN = 4  # what a token of a text is estimated at until it is counted
 _RENDERED = {"role", "content", "name"}  # of a message; of its other fields none says anything
 
 
@@ -100,7 +100,7 @@ def estimate_prompt_tokens(request: GenerationRequest, facts: ModelFacts) -> int
 
 def _estimate_tokens(texts: Sequence[str]) -> int:
     num_bytes = sum(len(one) if one.isascii() else len(one.encode("utf-8", "surrogatepass")) for one in texts)
-    return -(-num_bytes // _BYTES_PER_TOKEN)
+    return -(-num_bytes // BYTES_PER_TOKEN)
 
 
 def _list_texts(request: ConversationRequest) -> list[str]:

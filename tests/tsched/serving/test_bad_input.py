@@ -66,6 +66,8 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (TEXT, {"logit_bias": [5]}, "invalid_value", "logit_bias"),
     (TEXT, {"allowed_token_ids": []}, "invalid_value", "allowed_token_ids"),
     (TEXT, {"allowed_token_ids": [300]}, "invalid_value", "allowed_token_ids"),
+    (TEXT, {"allowed_token_ids": [5] * 1001}, "invalid_value", "allowed_token_ids"),
+    (TEXT, {"stop_token_ids": [5] * 1001}, "invalid_value", "stop_token_ids"),
     (TEXT, {"bad_words": [" "]}, "invalid_value", "bad_words"),
     (TEXT, {"bad_words": "word"}, "invalid_value", "bad_words"),
     (TEXT, {"priority": 2**31}, "invalid_value", "priority"),

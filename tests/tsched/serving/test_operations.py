@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
 from tsched.requests.prompts import check_priority
+from tsched.serving import app, exchange, http
 from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.exchange import Exchange
@@ -364,7 +366,10 @@ def test_past_the_drain_a_stream_ends_with_an_error(how: str, start: Start) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("how", ["drain_timeout", "second_signal"])
-def test_a_reader_that_does_not_read_keeps_no_server_from_its_end(how: str, stream: bool, start: Start) -> None:
+def test_a_reader_that_does_not_read_keeps_no_server_from_its_end(
+    how: str, stream: bool, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_LAST_WORDS_S", 0.1)
     limits = {"drain_timeout": 0.1 if how == "drain_timeout" else 3600.0, "write_timeout": 3600.0}
     server, client = start(limits=limits, width=1 << 18)
     connection = open_request(server, TEXT | {"stream": stream, "max_tokens": 120})
@@ -659,6 +664,85 @@ def test_live_answers_while_long_prompts_are_tokenized(start: Start) -> None:
         assert not answer.done()
         may_end.set()
         assert answer.result().status == 200
+
+
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", TEXT | {"prompt": [5] * 600}),
+    ("/v1/completions", TEXT | {"allowed_token_ids": [5] * 600}),
+    ("/tokenize", {"prompt": "a b " * 300, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5] * 600}),
+    ("/admin/kernels", {"kernels": {"a" * place: None for place in range(1, 60)}}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_large_bodies_are_read_and_checked_off_the_loop(
+    path: str, body: Any, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = start(keys=KEYS)
+    threads: list[tuple[str, str]] = []
+
+    def note(name: str, real: Callable[..., Any], *parts: Any, **more: Any) -> Any:
+        threads.append((name, threading.current_thread().name.partition("_")[0]))
+        return real(*parts, **more)
+
+    for room, names in (
+        (exchange, ("parse_request", "check_request", "make_job")),
+        (app, ("parse_request", "tokenize_request", "check_ids")),
+    ):
+        for name in names:
+            monkeypatch.setattr(room, name, partial(note, name, getattr(room, name)))
+    codec = server.front.codec
+    monkeypatch.setattr(codec, "token_name", partial(note, "token_name", codec.token_name))
+    assert server.post(path, body, bearer(ADMIN if path.startswith("/admin") else ALICE)).status in (200, 400)
+    assert threads[0] == ("parse_request", "tokenize")
+    assert {thread for _, thread in threads} == {"tokenize"}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_the_tokenizers_routes_are_let_in_as_others_and_have_an_end(path: str, body: Any, start: Start) -> None:
+    server, _ = start(limits={"max_in_flight": 1})
+    may_end, codec = threading.Event(), server.front.codec
+    real = codec.encode, codec.decode
+
+    def wait(*parts: Any, is_text: bool, **options: Any) -> Any:
+        may_end.wait(10)
+        return real[is_text](*parts, **options)
+
+    codec.encode, codec.decode = partial(wait, is_text=False), partial(wait, is_text=True)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.post, path, body)
+        try:
+            wait_for(lambda: server.front.open_door().num_in_flight == 1)
+            refused = server.post(path, body)
+        finally:
+            may_end.set()
+        assert (refused.status, refused.error["code"]) == (429, "in_flight")
+        assert first.result().status == 200
+        may_end.clear()
+        try:
+            late = server.post(path, body, {"x-request-timeout": "0.05"})
+        finally:
+            may_end.set()
+    assert (late.status, late.error["code"]) == (504, "request_timeout")
+    wait_for(lambda: at_rest(server))
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/admin/kernels"])
+def test_a_client_that_leaves_amid_any_body_is_no_failure(
+    path: str, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tsched.serving")
+    server, _ = start(keys=KEYS)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {ADMIN if 'admin' in path else ALICE}\r\n"
+    connection.sendall(f'{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"'.encode())
+    time.sleep(0.05)
+    connection.close()
+    wait_for(lambda: f'"path": "{path}"' in caplog.text)
+    assert '"status": 499' in caplog.text
+    assert "Traceback" not in caplog.text
+    assert "ERROR" not in caplog.text
 
 
 def test_limits_are_checked() -> None:

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from tsched.requests.sampling_params import SamplingParams
+from tsched.requests.sampling_params import MAX_STOPS, SamplingParams
 
 MAX_TOP_LOGPROBS = 20
+MAX_ALLOWED_IDS = 1000  # each is checked again for every prompt
 
 ItemT = TypeVar("ItemT")
 
@@ -86,9 +87,9 @@ class GenerationRequest(WireModel):
     seed: int | None = None
     truncate_prompt_tokens: int | None = None
     stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[TokenKey, float] | None = None
-    allowed_token_ids: Items[int] | None = None
+    allowed_token_ids: Annotated[Items[int], Field(max_length=MAX_ALLOWED_IDS)] | None = None
     bad_words: Items[str | Items[int]] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
