@@ -58,7 +58,8 @@ def run(request: RunRequest) -> int:
     executor = make_executor(request.executor, serves)
     try:
         # Loading torch takes longer than anyone waits in silence: after an installation ten times as long as later.
-        text = f"{request.file}: no fault in the file; loading torch, then the model (a preset is trained on first use)"
+        model = ", then the model (a preset is trained on first use)" if serves else ""
+        text = f"{request.file}: no fault in the file; loading torch{model}"
         Console(stderr=True).print(Text(text, "dim"), soft_wrap=True)
         import_torch()
         from experiments.planning.plan import make_sweep

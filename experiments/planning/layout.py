@@ -77,13 +77,14 @@ def refuse_unsound(file: Path, overrides: Sequence[str]) -> bool:
     """Round one of a file, for a command to call before it imports torch.
 
     Returns:
-        Whether a model is served or quantized.
+        Whether a model is served here, or quantized.
 
     Raises:
         ExperimentError: All faults of round one.
     """
     experiments = [layout.experiment for layout in lay_out(read_document(file, overrides))]
-    return any(one.workload or one.quantization for one in experiments)
+    served_here = (not isinstance(workload, HttpWorkload) for one in experiments for workload in one.workload)
+    return any(served_here) or any(one.quantization for one in experiments)
 
 
 def _lay_out_sizes(document: Document, problems: list[str]) -> Layout | None:

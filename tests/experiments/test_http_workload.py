@@ -11,6 +11,8 @@ import pytest
 import uvicorn
 import yaml
 
+from experiments.commands.requests import RunRequest
+from experiments.commands.run import run as run_file
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
 from experiments.reporting.tables import tables_of
@@ -267,6 +269,24 @@ def test_what_cannot_be_sent_is_refused_with_its_place(fields: dict[str, Any], m
     with pytest.raises(ExperimentError, match=message) as caught:
         make_sweep(read_document(tmp_path / "live.yaml"))
     assert "workload" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["http", "synthetic"])
+def test_a_run_says_that_it_loads_a_model_where_it_serves_one_itself(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> None:
+        raise ExperimentError(["stopped"])
+
+    monkeypatch.setattr("experiments.commands.run.import_torch", stop)
+    served = {"kind": "http", "url": "http://x", "requests": SYNTHETIC, "vocab_size": 50}
+    given = {"workload": served} if kind == "http" else {"model": {"preset": "tiny"}, "workload": SYNTHETIC}
+    (tmp_path / "live.yaml").write_text(yaml.safe_dump({"name": "live", **given}))
+    with pytest.raises(ExperimentError, match="stopped"):
+        run_file(RunRequest(tmp_path / "live.yaml"))
+    said = capsys.readouterr().err
+    assert "loading torch" in said
+    assert ("model" in said) == (kind == "synthetic")
 
 
 def test_without_the_extra_the_command_that_installs_it_is_said(

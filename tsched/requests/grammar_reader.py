@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import selectors
 import subprocess
 import sys
@@ -29,6 +30,8 @@ KEPT = 128  # grammars
 _START_S = 60.0
 _REFUSED_S = 60.0  # for which a refusal is said again: who sends a slow form all day holds up no other forms
 _WORDS = 300  # characters of a compiler's message that a refusal has
+_REGEX_ERROR = re.compile(r"regex parse error:\n    (.*)\n    ( *)\^+\nerror: (.*)")  # the regex, marked below, and why
+_AROUND = 20  # characters of a wrong regex that are shown on each side of the fault
 
 
 class GrammarReader:
@@ -130,8 +133,14 @@ class GrammarReader:
 
 
 def refuse_form(form: StructuredOutputsParams, error: str) -> RefusedError:
-    """The refusal of a form for an `error` of llguidance, of which it has the first line."""
+    """The refusal of a form for an `error` of llguidance: its first line, or where a regex is wrong."""
     why = first_line(error)
+    if found := _REGEX_ERROR.search(error):
+        regex, before, fault = found.groups()
+        near = regex[max(0, len(before) - _AROUND) : len(before) + _AROUND]
+        why = f"{fault} at character {len(before) + 1} of a regex, in {near!r}"
+    elif "coerce_one_of" in why:  # no option of ours
+        why = "oneOf is not taken where a value might have two of its forms: write anyOf"
     if why == "NoExtensionBias":  # its word for an empty set of texts
         why = "no output has this form: what it asks for ends nowhere, or is nothing"
     return RefusedError(f"{form.name} is refused: {why}")

@@ -16,6 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tsched.requests.errors import ArgumentTypeError
 from tsched.serving import admin
 from tsched.serving.admission import Refused
 from tsched.serving.auth import Keys
@@ -64,7 +65,12 @@ def create_app(
 
     Returns:
         The app; `app.state.front_end` is its state.
+
+    Raises:
+        ArgumentTypeError: `limits` are something else.
     """
+    if not isinstance(limits, ServerLimits | None):
+        raise ArgumentTypeError(f"limits must be a ServerLimits, as ServerLimits(max_in_flight=3); got {limits!r:.100}")
     front = FrontEnd(client, limits or ServerLimits(), keys, chat_template)
 
     @asynccontextmanager

@@ -178,6 +178,14 @@ def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: R
         ({"max_tokens": -1}, "max_tokens", "max_tokens must be at least 0"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "max_tokens must be at least 0"),
         ({"max_tokens": None} | TALK_ONLY, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+        (
+            {"prompt": 5},
+            "prompt",
+            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists",
+        ),
+        ({"prompt": ["a", 5]}, "prompt", "or a list of such lists, got a list of 2"),
+        ({"prompt": [""]}, "prompt", "prompt: 0 String should have at least 1 character, got ''"),
+        ({"stop": [1]}, "stop", "stop must be a text or a list of texts, got"),
         ({"prompt": [5] * 129}, "prompt", "the model takes 128 tokens; prompt has 129"),
         ({"prompt": [5] * 120, "max_tokens": 9}, "prompt", "takes 128 tokens; the request has 120 of prompt and 9 of"),
         ({"prompt": "a" * 9999}, "prompt", "the model takes 128 tokens, and a text of 9999 characters has more"),
@@ -222,6 +230,7 @@ def test_what_is_no_json_is_refused(body: bytes, server: RunningServer) -> None:
     answer = server.post("/v1/completions", body)
     assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "invalid_json", None)
     assert len(answer.body) <= 4096
+    assert "sys." not in answer.error["message"]  # advice for who writes Python
 
 
 def test_other_statuses(server: RunningServer) -> None:

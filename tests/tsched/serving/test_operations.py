@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.scripted_client import ScriptedClient, ScriptedStream
+from tsched.requests.errors import ArgumentTypeError
 from tsched.requests.prompts import check_priority
 from tsched.serving import app, exchange, http
 from tsched.serving.app import create_api_server, create_app
@@ -518,6 +519,11 @@ def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Sta
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ALICE)).status == 401
     assert server.post(f"{prefix}/admin/kernels", swap, bearer(ADMIN)).status == 200
     assert client.submitted == []
+
+
+def test_limits_that_are_no_record_are_refused_in_words() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"limits must be a ServerLimits, .* got {'max_in_flight': 3}"):
+        create_api_server("tiny", limits={"max_in_flight": 3})  # type: ignore[arg-type]
 
 
 def test_a_programs_own_server_may_have_keys_and_limits(checkpoint: Path) -> None:

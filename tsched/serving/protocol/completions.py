@@ -20,7 +20,7 @@ Prompts = (
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Prompts
+    prompt: Prompts = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
     max_tokens: int | None = None
     logprobs: TopLogprobs | None = None
     echo: bool | None = None

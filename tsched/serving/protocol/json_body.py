@@ -79,8 +79,13 @@ def _describe(kind: type[BaseModel], error: ValidationError) -> ApiError:
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return invalid_value(f"{field} is required", field, "missing_required_parameter")
     places = [one for one in errors if one["loc"][:1] == first["loc"][:1]]
+    # Where one of the types fits, and what it holds does not, the others say nothing.
+    places = [one for one in places if not one["type"].endswith("_type")] or places
     reasons = list(dict.fromkeys(_reason(one) for one in places[:4]))
-    return invalid_value(f"{field}: {' or '.join(reasons)}, got {_show(first['input'])}", field)
+    shown, types = _show(places[0]["input"]), kind.model_fields[field].description
+    if types is not None and len(reasons) > 1:
+        return invalid_value(f"{field} must be {types}, got {shown}", field)
+    return invalid_value(f"{field}: {' or '.join(reasons)}, got {shown}", field)
 
 
 def _reason(error: Any) -> str:
@@ -120,7 +125,10 @@ def _refuse_constant(name: str) -> Any:
 
 def _parse_int(text: str) -> int:
     """In Python, between whose lines other threads run: a million integers would keep them waiting in C."""
-    return int(text)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"a number of {len(text)} digits is too long") from None
 
 
 def _parse_float(text: str) -> float:

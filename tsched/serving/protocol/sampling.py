@@ -86,11 +86,11 @@ class GenerationRequest(WireModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     truncate_prompt_tokens: int | None = None
-    stop: str | Items[str] | None = None
+    stop: str | Items[str] | None = Field(None, description="a text or a list of texts")
     stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOPS)] | None = None
     logit_bias: dict[TokenKey, float] | None = None
     allowed_token_ids: Annotated[Items[int], Field(max_length=MAX_ALLOWED_IDS)] | None = None
-    bad_words: Items[str | Items[int]] | None = None
+    bad_words: Items[str | Items[int]] | None = Field(None, description="a list of texts and of lists of token ids")
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     min_tokens: int | None = None
