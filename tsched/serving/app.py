@@ -313,12 +313,15 @@ async def _answer_off_loop(front: FrontEnd, request: Request, work: Callable[[by
     seconds = asked_seconds(request.scope, front.limits.request_timeout)
     body = await read_body(request.scope, request.receive, front.limits)
     num_tokens = min(len(body) // BYTES_PER_TOKEN, front.facts().max_model_len)
-    ticket = front.open_door().admit(request.state.tenant.name, 1, num_tokens, num_tokens)
+    ticket = front.open_door().admit(request.state.tenant.name, 1, num_tokens, 0)
     if isinstance(ticket, Refused):
         raise too_much(ticket)
     try:
         async with asyncio.timeout(seconds):
             return cast(Response, await _off_loop(front, lambda: work(body)))
+    except ApiError:
+        ticket.refund()
+        raise
     except TimeoutError:
         raise time_is_over(seconds) from None
     finally:

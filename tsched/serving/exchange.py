@@ -39,6 +39,7 @@ from tsched.serving.requests import (
     count_completions,
     count_prompts,
     estimate_prompt_tokens,
+    find_param,
     make_job,
     refuse,
 )
@@ -145,6 +146,9 @@ class Exchange(Response):
                 self._end_after("queue", limits.queue_timeout, error)
                 await self._read_form(request, sampling)
                 await self._serve(request, sampling, ticket, len(body))
+            except ApiError:
+                ticket.refund()
+                raise
             finally:
                 ticket.give_back()
         finally:
@@ -157,9 +161,13 @@ class Exchange(Response):
 
     def _admit(self, request: GenerationRequest) -> Ticket:
         """Lets the request in, before anything of it is tokenized; ApiError 429 says why not."""
-        num_tokens = estimate_prompt_tokens(request, self._front.facts())
-        num_asked = num_tokens + count_asked_outputs(request, self._front.facts())
-        admitted = self._front.open_door().admit(self._tenant.name, count_completions(request), num_tokens, num_asked)
+        facts = self._front.facts()
+        admitted = self._front.open_door().admit(
+            self._tenant.name,
+            count_completions(request),
+            estimate_prompt_tokens(request, facts),
+            count_asked_outputs(request, facts),
+        )
         if isinstance(admitted, Refused):
             raise _blame(request, admitted) if admitted.retry_after is None else too_much(admitted)
         return admitted
@@ -177,7 +185,10 @@ class Exchange(Response):
         parts = (request, sampling, front.facts(), front.codec, front.chats, self._tenant)
         job = await front.process(num_bytes, make_job, *parts)
         self.outcome.num_prompt_tokens = sum(len(prompt.token_ids) for prompt in job.prompts)
-        ticket.count(self.outcome.num_prompt_tokens)
+        num_outputs = job.n * sum(one.sampling["max_tokens"] for one in job.requests)
+        refused = ticket.count(self.outcome.num_prompt_tokens, num_outputs)
+        if refused is not None:
+            raise _blame(request, refused, by_prompt=self.outcome.num_prompt_tokens > num_outputs)
         answer = Answer(job, front.codec)
         streams = self._streams
         try:
@@ -369,10 +380,10 @@ def time_is_over(
     return ApiError(504, f"{message} ({seconds:g} s)", code, kind="timeout_error")
 
 
-def _blame(request: GenerationRequest, refused: Refused) -> ApiError:
-    """The error of a request that is above a bound by itself."""
+def _blame(request: GenerationRequest, refused: Refused, *, by_prompt: bool = False) -> ApiError:
+    """The error of a request that is above a bound by itself, most of it by its prompt or not."""
     if refused.reason != "in_flight":
-        return invalid_value(refused.message, "max_tokens")
+        return invalid_value(refused.message, find_param(request, "prompt" if by_prompt else "max_tokens"))
     num_prompts, n = count_prompts(request), request.n or 1
     if num_prompts == 1:
         return invalid_value(refused.message, "n")

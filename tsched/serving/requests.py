@@ -181,6 +181,13 @@ def refuse(request: WireModel, error: RefusedError, code: str = "invalid_value")
     return invalid_value(message, name, code)
 
 
+def find_param(request: GenerationRequest, name: Literal["prompt", "max_tokens"]) -> str:
+    """A request's own name of its prompt, or of its most output tokens."""
+    if name == "prompt":
+        return "messages" if isinstance(request, ConversationRequest) else name
+    return name if getattr(request, "max_completion_tokens", None) is None else "max_completion_tokens"
+
+
 def _check_pairs(request: GenerationRequest) -> None:
     """Refuses fields that contradict each other, by ApiError."""
     if request.stream_options is not None and not request.stream:

@@ -1,6 +1,7 @@
 """What a request is counted as at the door, and what a rate makes of it."""
 
 import threading
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 
 from tests.tsched.serving.test_operations import TALK, TEXT, Start, at_rest, start, wait_for
+from tsched.serving import admission
 from tsched.serving import exchange as exchange_room
+from tsched.serving.admission import Admission, Refused, Ticket
 from tsched.serving.text import MAX_CUT_CHARS
 
 __all__ = ["start"]  # the fixture
@@ -53,3 +56,92 @@ def test_a_text_that_is_far_too_long_is_refused_untokenized_to_be_truncated_too(
     refused = server.post(path_of(body), body | given | {"truncate_prompt_tokens": 5})
     assert (refused.status, refused.error["code"]) == (400, "context_length_exceeded"), refused.body
     assert not client.submitted
+
+
+# Rates.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(admission, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_rate_says_exactly_when_a_request_fits(clock: list[float]) -> None:
+    door = Admission(1 << 20, 1 << 20, tokens_per_minute=600)
+    for num_tokens in (100, 100, 400):
+        assert isinstance(door.admit("a", 1, num_tokens - 10, 10), Ticket)
+    refused = door.admit("a", 1, 240, 10)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after == 25.0, "ten tokens a second"
+    assert isinstance(door.admit("b", 1, 240, 10), Ticket)
+    clock[0] += 24.9
+    assert isinstance(door.admit("a", 1, 240, 10), Refused)
+    clock[0] += 0.1
+    assert isinstance(door.admit("a", 1, 240, 10), Ticket)
+
+
+def test_counted_tokens_take_the_place_of_estimated_ones_and_are_given_back_before_output(clock: list[float]) -> None:
+    door = Admission(1 << 20, 1 << 20, requests_per_minute=3, tokens_per_minute=600)
+
+    def enter(num_tokens: int) -> Ticket:
+        ticket = door.admit("a", 1, num_tokens, 0)
+        assert isinstance(ticket, Ticket)
+        return ticket
+
+    first = enter(500)
+    assert first.count(100, 20) is None
+    second = enter(480)  # fits beside 120
+    second.refund()
+    second.refund()
+    second.give_back()
+    third = enter(480)
+    third.start()
+    third.refund()
+    refused = door.admit("a", 1, 1, 0)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "tokens_per_minute"
+    clock[0] += 60
+    above = enter(10**6)  # estimated, so it may be below
+    over = above.count(601, 0)
+    assert over is not None
+    assert over.retry_after is None
+
+
+def test_what_a_rate_keeps_grows_with_no_count() -> None:
+    """It kept an entry a token."""
+    door = Admission(1 << 20, 1 << 40, tokens_per_minute=1 << 30)
+    tracemalloc.start()
+    try:
+        for _ in range(20):
+            ticket = door.admit("a", 1, 20_000, 0)
+            assert isinstance(ticket, Ticket)
+            ticket.give_back()
+        assert tracemalloc.get_traced_memory()[0] < 50_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_rate_counts_tokens_and_not_bytes(start: Start) -> None:
+    server, _ = start(limits={"tokens_per_minute": 50})
+    wide = TEXT | {"user": "x" * 2000, "max_tokens": 3, "prompt": [5]}
+    assert server.post("/v1/completions", wide).status == 200
+    for asked, param in (({"prompt": [5] * 60}, "prompt"), ({"max_tokens": 60}, "max_tokens")):
+        server, client = start(limits={"tokens_per_minute": 50})
+        refused = server.post("/v1/completions", TEXT | asked)
+        assert (refused.status, refused.error["param"]) == (400, param), refused.body
+        assert "60 " in refused.error["message"]
+        assert not client.submitted
+    talk = {"max_tokens": None, "max_completion_tokens": 60}
+    assert server.post("/v1/chat/completions", TALK | talk).error["param"] == "max_completion_tokens"
+
+
+def test_a_request_that_is_refused_after_the_door_uses_up_no_rate(start: Start) -> None:
+    server, _ = start(limits={"requests_per_minute": 1, "tokens_per_minute": 200})
+    for wrong in ({"prompt": [999]}, {"prompt": [5] * 129}, {"structured_outputs": {"regex": "("}}):
+        refused = server.post("/v1/completions", TEXT | wrong)
+        assert refused.status == 400, refused.body
+    assert server.post("/v1/completions", TEXT).status == 200
+    assert server.post("/v1/completions", TEXT).error["code"] == "requests_per_minute"
+    wait_for(lambda: at_rest(server))

@@ -44,9 +44,9 @@ def end_failures_as_if_whole(patch: pytest.MonkeyPatch) -> None:
 def tokenize_before_counting(patch: pytest.MonkeyPatch) -> None:
     admit = Exchange._admit
 
-    def admit_late(self: Any, request: Any, num_bytes: int) -> Ticket:
+    def admit_late(self: Any, request: Any) -> Ticket:
         self._front.codec.encode(getattr(request, "prompt", "a chat"))
-        return admit(self, request, num_bytes)
+        return admit(self, request)
 
     patch.setattr(Exchange, "_admit", admit_late)
 

@@ -180,8 +180,8 @@ def test_the_page_has_a_row_for_each_limit(one: Option) -> None:
 
 
 def test_a_missing_extra_is_said_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.commands.serve._is_installed", lambda name: name not in ("fastapi", "limits"))
-    with pytest.raises(ExperimentError, match=r"needs fastapi, limits: pip install 'tkernels\[serve\]'"):
+    monkeypatch.setattr("experiments.commands.serve._is_installed", lambda name: name not in ("fastapi", "uvicorn"))
+    with pytest.raises(ExperimentError, match=r"needs fastapi, uvicorn: pip install 'tkernels\[serve\]'"):
         run(ServeRequest("tiny"))
 
 

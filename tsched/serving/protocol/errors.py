@@ -6,6 +6,7 @@ The clients send a request again after 408, 409, 429 and 5xx, so what would fail
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -70,7 +71,9 @@ class ApiError(TKernelsError):
             return {"connection": "close"}
         if self.retry_after is None:
             return {}
-        return {"retry-after": str(max(1, round(self.retry_after))), "retry-after-ms": str(int(self.retry_after * 1e3))}
+        # Rounded up: who asks earlier is refused again.
+        seconds, millis = math.ceil(self.retry_after), math.ceil(self.retry_after * 1e3)
+        return {"retry-after": str(max(1, seconds)), "retry-after-ms": str(millis)}
 
 
 def invalid_value(message: str, param: str | None, code: str = "invalid_value") -> ApiError:
