@@ -20,8 +20,6 @@ from tkernels.verification.sanitizers.base import Sanitizer
 
 _TRIES = 20
 _APART = 7919
-
-
 _SLACK = 8.0
 """Of the error rule, which one right case in hundreds misses by a little: what another call left is off by far."""
 
@@ -63,9 +61,7 @@ def _taking(kept: Iterator[torch.Tensor]) -> Place:
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         one = next(kept)
-        assert (one.shape, one.dtype) == (tensor.shape, tensor.dtype), (
-            "the same axes and config ask for the same memory"
-        )
+        assert _alike(one, tensor), "the same axes and config ask for the same memory"
         return one
 
     return take
@@ -93,7 +89,7 @@ def _overwritten(inputs: Mapping[str, Any], case: Case) -> dict[str, Any]:
 def _copied(value: Any, other: Any) -> Any:
     """The tensors of one argument with another's values; an argument without tensors is the other."""
     mine, new = (tensors_in({"": argument}) for argument in (value, other))
-    if all(map(_alike, mine, new)):
+    if len(mine) == len(new) and all(map(_alike, mine, new)):
         for tensor, values in zip(mine, new, strict=True):
             tensor.copy_(values)
     return value if mine else other
