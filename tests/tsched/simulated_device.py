@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.tsched.array_pages import ArrayPages
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 
@@ -117,17 +118,11 @@ class SimulatedDevice:
             assert not pool.is_kept(written).any(), "a cached block is written to"
 
     def _copy_pages(self, plan: StepPlan) -> None:
-        device, host = (self.cached_token, self.cached_position), (self.host_token, self.host_position)
-        for pairs, sources, targets in (
-            (plan.swap_outs, device, host),
-            (plan.swap_ins, host, device),
-            (plan.copies, device, device),
-        ):
-            assert np.unique(pairs[1]).size == pairs.shape[1], "two pages are copied to one place"
-            assert sources is not targets or not np.isin(pairs[0], pairs[1]).any(), "a page is copied to and from"
-            for source, target in zip(sources, targets, strict=True):
-                pages = target.reshape(-1, self.scheduler.pool.block_size)
-                pages[pairs[1]] = source.reshape(-1, self.scheduler.pool.block_size)[pairs[0]]
+        for device, host in ((self.cached_token, self.host_token), (self.cached_position, self.host_position)):
+            plan.move_pages(ArrayPages(self._by_page(device), self._by_page(host)), None)
+
+    def _by_page(self, slots: np.ndarray) -> np.ndarray:
+        return slots.reshape(-1, self.scheduler.pool.block_size)
 
 
 def check_accounts(scheduler: Scheduler) -> None:

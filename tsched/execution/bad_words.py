@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tsched.execution.device_state import to_device
+from tkernels.runtime import Runtime
 from tsched.execution.row_epochs import RowEpochs
 from tsched.scheduling.sequence import Ints, SequenceTable
 
@@ -19,10 +19,12 @@ class BadWords:
 
     Args:
         table: The running sequences.
+        runtime: Of the scores' device.
     """
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime) -> None:
         self._table = table
+        self._runtime = runtime
         self._epochs = RowEpochs(table)
         # For w words of l + 1 tokens at most: the tokens before the last, at the right, and the last, _ANY past a row's
         # last word.
@@ -47,7 +49,7 @@ class BadWords:
         owners, words = np.nonzero(found)
         if owners.size:
             index = entries[owners] * scores.shape[1] + last[owners, words]
-            scores.view(-1).index_fill_(0, to_device(index, scores.device), -torch.inf)
+            scores.view(-1).index_fill_(0, self._runtime.send(index), -torch.inf)
 
     def _read_recent(self, rows: Ints, lengths: Ints) -> NDArray[np.int32]:
         """[p, l] int32: the last l tokens of each row, of its output alone."""

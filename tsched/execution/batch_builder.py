@@ -62,13 +62,11 @@ class BatchBuilder:
     Args:
         table: The running sequences.
         state: Their arrays on the device.
-        on_device: Whether the device's own operations prepare the inputs; None is yes, but on a CPU.
     """
 
-    def __init__(self, table: SequenceTable, state: DeviceState, *, on_device: bool | None = None) -> None:
+    def __init__(self, table: SequenceTable, state: DeviceState) -> None:
         self._table = table
         self._state = state
-        self._on_device = state.device.type != "cpu" if on_device is None else on_device
         self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
         self._tokens_stride = table.tokens.shape[1]
         self._decoding: Ints = np.empty(0, dtype=np.int64)  # the last step's decode rows, by place in the batch
@@ -133,7 +131,7 @@ class BatchBuilder:
             )
         if others is not None:
             logits = np.sort(np.concatenate((logits, others)))
-        if self._on_device:
+        if not self._state.runtime.is_host:
             tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
             return self._state.make_mixed_batch(
                 tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
 import tmodel
+from tkernels.runtime import choose_runtime
 from tmodel.weights import Checkpoint
 from tsched.options import CPU_CACHE_BYTES, GPU_FRACTION, EngineOptions
 
@@ -36,7 +36,7 @@ def compute_cache_bytes(
         return options.kv_cache_bytes
     fraction = options.kv_cache_fraction
     if fraction is None:
-        if device.type == "cpu":
+        if choose_runtime(device).is_host:
             return CPU_CACHE_BYTES
         fraction = GPU_FRACTION
     total, taken = device_memory(device)
@@ -46,14 +46,8 @@ def compute_cache_bytes(
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(bytes of a device's memory, bytes in use).
-
-    On a CPU none count as in use, because the operating system would give most of them back.
-    """
-    if device.type == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total, total - free
+    """(bytes of a device's memory, bytes in use), see Runtime.measure_memory."""
+    return choose_runtime(device).measure_memory()
 
 
 def estimate_weight_bytes(directory: Path, config: tmodel.ModelConfig, dtype: torch.dtype) -> int:

@@ -9,71 +9,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from tkernels.ranges import NVTX, RECORD_GRAPH, Ranges
+from tkernels.runtime import Recorder, Replay
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.execution.device_state import DeviceState, to_device
+from tsched.execution.device_state import DeviceState
 from tsched.scheduling.sequence import Ints
-
-Replay = Callable[[], torch.Tensor]  # runs the recorded step; always writes to, and returns, the same tensor
 
 _SMALLEST_BOUND = 1024  # tokens
 _BOUND_STEP = 4
-
-
-class Recorder(Protocol):
-    """Records a step, to be replayed."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        """Records `run`, which touches fixed tensors alone and has the same effect each time."""
-
-
-class EagerRecorder:
-    """Records nothing: a replay runs the padded step again. A CPU uses it, as it has no graphs."""
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        return run
-
-
-class CudaRecorder:
-    """Records CUDA graphs in one memory pool, which they can share because they never run at the same time."""
-
-    _NUM_WARM_UPS = 2  # the first compiles, tunes and allocates; the second runs as later steps do
-
-    def __init__(self, device: torch.device, ranges: Ranges = NVTX) -> None:
-        self._device = device
-        self._ranges = ranges
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                for _ in range(self._NUM_WARM_UPS):
-                    run()
-        finally:  # what was launched before memory ran out writes to the caches too
-            current.wait_stream(self._stream)
-        graph, captured = torch.cuda.CUDAGraph(), self._ranges.captured()
-        # "thread_local": launches of other threads do not enter the graph.
-        with (
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            captured.capture(),
-        ):
-            logits = run()
-
-        def replay() -> torch.Tensor:
-            with captured.replay():
-                graph.replay()
-            return logits
-
-        return replay
 
 
 class DecodeGraphs:
@@ -114,7 +62,7 @@ class DecodeGraphs:
         self._logits: torch.Tensor | None = None
         self._num_states = num_states
         num_inputs = 4 if num_states else 2  # tokens, starts; then the slots of states read and written
-        self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.device)
+        self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.runtime.device)
 
     @property
     def recorded(self) -> list[tuple[int, int]]:
@@ -149,7 +97,7 @@ class DecodeGraphs:
         if state_slots is not None:
             padded[2, rows.size :], padded[3, rows.size :] = -1, self._num_states
             padded[2:, : rows.size] = state_slots
-        self._inputs[:, :bucket].copy_(to_device(padded, self._state.device))
+        self._inputs[:, :bucket].copy_(self._state.runtime.send(padded))
         if (bucket, bound) not in self._replays:
             with self._recording:
                 self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from tkernels.ops.step_inputs.contract import baseline
+from tkernels.runtime import Runtime
 from tmodel.batch import Batch
 from tsched.scheduling.sequence import Ints, SequenceTable
 
@@ -24,30 +25,32 @@ StepInputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
 
 
 class DeviceState:
-    """Arrays on `device` that mirror the running rows of `table`, changed in place.
+    """Arrays on a device that mirror the running rows of `table`, changed in place.
 
     The table has R rows and a batch as many places; a sequence has W blocks at most.
 
     Args:
         table: The running sequences.
-        device: Where the arrays are.
+        runtime: Of the device where the arrays are.
         step_inputs: The op that makes batches of them.
 
     Attributes:
+        runtime: As given.
         block_tables: [R, W] int32, by place in the batch. Entries past a sequence's last block are undefined.
         last_tokens: [R] int64, by row of the table, the token that the row's next decode reads.
     """
 
-    def __init__(self, table: SequenceTable, device: torch.device, step_inputs: StepInputs = baseline) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, step_inputs: StepInputs = baseline) -> None:
         self._table = table
         self.step_inputs = step_inputs
-        self.device = device
+        self.runtime = runtime
+        device = runtime.device
         rows, width = table.blocks.shape
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._width = width
         self._block_size = table.block_size
-        self._no_prefills = to_device(_NO_PREFILLS, device)
+        self._no_prefills = runtime.send(_NO_PREFILLS)
         self._places = torch.arange(rows, device=device)
         self._decode_counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
         # Each place of `block_tables` holds this many blocks of this row, as of this epoch of the row.
@@ -61,10 +64,9 @@ class DeviceState:
         self._token_place = np.full(rows, -1, dtype=np.int64)
         self._token_epoch = np.full(rows, -1, dtype=np.int64)
         self._kept: tuple[Ints, Ints, int] | None = None  # rows, places and departures of the last step's tokens
-        # On a CPU numpy shares the arrays: its small operations take a third of torch's time.
-        on_cpu = device.type == "cpu"
-        self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if on_cpu else None
-        self._host_tokens: Ints | None = self.last_tokens.numpy() if on_cpu else None
+        # Where numpy shares the arrays, its small operations take a third of torch's time.
+        self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if runtime.is_host else None
+        self._host_tokens: Ints | None = self.last_tokens.numpy() if runtime.is_host else None
 
     def forget(self, placed: Ints, rewritten: Ints) -> None:
         """Marks what must be sent again before it is used.
@@ -105,7 +107,7 @@ class DeviceState:
         if self._host_tables is not None:
             self._host_tables[index] = blocks
         else:
-            sent = to_device(np.stack((index, blocks.astype(np.int64))), self.device)  # [2, sum of lens]
+            sent = self.runtime.send(np.stack((index, blocks.astype(np.int64))))  # [2, sum of lens]
             self.block_tables.view(-1).index_copy_(0, sent[0], sent[1].int())
         self._row_at[:num], self._epoch_at[:num], self._count_at[:num] = rows, table.epoch[rows], counts
 
@@ -151,7 +153,7 @@ class DeviceState:
         if self._host_tokens is not None:
             self._host_tokens[rows] = np.maximum(tokens.numpy(), 0)
         else:
-            self.last_tokens.index_copy_(0, to_device(rows, self.device), tokens.clamp_min(0))
+            self.last_tokens.index_copy_(0, self.runtime.send(rows), tokens.clamp_min(0))
         self._token_place[rows], self._token_epoch[rows] = places, epochs
         self._kept = (rows, places, self._table.num_departures)
 
@@ -159,10 +161,10 @@ class DeviceState:
         """[n] int64: the last tokens of `rows` [n].
 
         Raises:
-            RuntimeError: The device is not a CPU.
+            RuntimeError: The device is not the host.
         """
         if self._host_tokens is None:
-            raise RuntimeError(f"the last tokens are on {self.device}")
+            raise RuntimeError(f"the last tokens are on {self.runtime.device}")
         return self._host_tokens[rows]
 
     def make_decode_batch(
@@ -211,7 +213,7 @@ class DeviceState:
         parts = [tokens, starts, logits, cu_counts]
         if state_slots is not None:
             parts.append(state_slots.reshape(-1))
-        sent = to_device(np.concatenate(parts), self.device).split([part.size for part in parts])
+        sent = self.runtime.send(np.concatenate(parts)).split([part.size for part in parts])
         counts = sent[3].int()
         # Each decode row has one token.
         prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
@@ -244,14 +246,5 @@ class DeviceState:
         if self._host_tokens is not None:
             self._host_tokens[rows] = tokens
         else:
-            sent = to_device(np.stack((rows, tokens)), self.device)  # [2, n]
+            sent = self.runtime.send(np.stack((rows, tokens)))  # [2, n]
             self.last_tokens.index_copy_(0, sent[0], sent[1])
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Returns `array` as a tensor on `device`.
-
-    To a GPU it goes through pinned memory, so the call does not wait. On a CPU the tensor shares the array's memory.
-    """
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

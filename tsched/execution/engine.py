@@ -19,7 +19,7 @@ from tsched.execution.batch_builder import ArrangedPlan
 from tsched.execution.device_state import StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
 from tsched.execution.exhaustion import Exhaustion, attempt
-from tsched.execution.model_runner import Forward, LaunchedStep, ModelRunner, PageMover
+from tsched.execution.model_runner import Forward, LaunchedStep, ModelRunner
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.readback import Outcome
@@ -32,7 +32,7 @@ from tsched.requests.grammar import Grammar
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Ints
-from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.step_plan import PageMover, StepPlan
 
 
 class Engine:
@@ -47,7 +47,7 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, overlap: bool | None = None) -> None:
         self.scheduler = scheduler
-        self.overlap = runner.device.type == "cuda" if overlap is None else overlap
+        self.overlap = not runner.runtime.is_host if overlap is None else overlap
         self._runner = runner
         self._phases = runner.phases
         self._launched: LaunchedStep | None = None  # the step in flight, not committed yet

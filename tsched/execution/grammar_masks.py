@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tsched.execution.device_state import to_device
+from tkernels.runtime import Runtime
 from tsched.execution.token_masks import Masks, bar_others, count_words
 from tsched.requests.grammar import GrammarState
 from tsched.scheduling.sequence import Ints, SequenceTable
@@ -25,10 +25,12 @@ class GrammarMasks:
 
     Args:
         table: The running sequences.
+        runtime: Of the scores' device.
     """
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime) -> None:
         self._table = table
+        self._runtime = runtime
         self._states: dict[int, GrammarState] = {}  # by the sequence's id
 
     def add(self, sequence_id: int, state: GrammarState) -> None:
@@ -53,7 +55,7 @@ class GrammarMasks:
             lengths: [p] int64, not looked at: the grammars have all known tokens.
         """
         masks = _compute_masks(self._find_matchers(rows), scores.shape[1])
-        bar_others(scores, entries, to_device(masks, scores.device))
+        bar_others(scores, entries, self._runtime.send(masks), self._runtime)
 
     def _find_matchers(self, rows: Ints) -> list[LLMatcher]:
         sequences = [self._table.sequences[row] for row in rows.tolist()]

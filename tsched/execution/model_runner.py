@@ -4,41 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
+from tkernels.runtime import Runtime
 from tmodel.batch import Batch
 from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
-from tsched.execution.cuda_graphs import CudaRecorder, DecodeGraphs, EagerRecorder
+from tsched.execution.cuda_graphs import DecodeGraphs
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
 from tsched.execution.sampler import Sampler
-from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler
-from tsched.scheduling.step_plan import StepPlan
+from tsched.scheduling.step_plan import PageMover, StepPlan
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
-
-
-class PageMover(Protocol):
-    """Copies whole pages of every layer's keys and values. Its copies and the model's forwards run in call order."""
-
-    def swap_out(self, pages: BlockIds) -> None:
-        """Copies pages of the device, pages[0], to the host's cache, pages[1]; [2, n] int32."""
-
-    def swap_in(self, pages: BlockIds) -> None:
-        """Copies pages of the host's cache, pages[0], to the device, pages[1]; [2, n] int32."""
-
-    def copy(self, pages: BlockIds) -> None:
-        """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +56,7 @@ class ModelRunner:
         model: Maps (Batch, caches) to logits [n, V], float32 or wider, one row for each of the batch's logit_indices.
         kv_cache: The caches of each layer, with the scheduler's blocks and block size.
         scheduler: Makes the plans.
-        device: Where the model runs.
+        runtime: Of the device where the model runs.
         seed: Of requests without a seed.
         eos_token_ids: The tokens that end a sequence.
         pages: Copies pages for forks and swaps; needed where the scheduler makes any.
@@ -81,7 +67,7 @@ class ModelRunner:
         ranges: Name a step and its phases, the forward with the ids of its requests.
 
     Attributes:
-        device: As given.
+        runtime: As given.
         phases: The ranges that name what a step does.
         kv_bytes: Of the blocks' caches.
     """
@@ -92,7 +78,7 @@ class ModelRunner:
         kv_cache: KVCache,
         scheduler: Scheduler,
         *,
-        device: torch.device,
+        runtime: Runtime,
         seed: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         pages: PageMover | None = None,
@@ -101,22 +87,21 @@ class ModelRunner:
         cuda_graphs: bool | None = None,
         ranges: Ranges = NVTX,
     ) -> None:
-        is_gpu = device.type == "cuda"
-        self.device = device
+        self.runtime = runtime
         self.phases = Phases(ranges)
         self._model = model
         self._kv_cache = kv_cache
         self._pages = pages
         self._states = states
         self._table = scheduler.table
-        self._state = DeviceState(scheduler.table, device, step_inputs)
+        self._state = DeviceState(scheduler.table, runtime, step_inputs)
         self._builder = BatchBuilder(scheduler.table, self._state)
-        self._sampler = Sampler(scheduler.table, seed=seed, eos_token_ids=eos_token_ids)
-        self._reader = HostReader(device)
+        self._sampler = Sampler(scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids)
+        self._reader = HostReader(runtime)
         self._prompt_scorer = PromptScorer()
         self._graphs: DecodeGraphs | None = None
-        if is_gpu if cuda_graphs is None else cuda_graphs:
-            recorder = CudaRecorder(device, ranges) if is_gpu else EagerRecorder()
+        if not runtime.is_host if cuda_graphs is None else cuda_graphs:
+            recorder = runtime.make_recorder(ranges)
             rows, longest = scheduler.table.num_rows, scheduler.max_model_len
             self._graphs = DecodeGraphs(
                 model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest,
@@ -151,8 +136,7 @@ class ModelRunner:
 
     def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> None:
         """Runs `model` from the next step on, see Engine.use_model."""
-        if self.device.type == "cuda":  # a graph in flight, and weights that it reads, must outlive it
-            torch.cuda.synchronize(self.device)
+        self.runtime.synchronize()  # a graph in flight, and weights that it reads, must outlive it
         self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
         if self._graphs is not None:
             self._graphs.use_model(model)
@@ -199,7 +183,7 @@ class ModelRunner:
         if not spans:
             return self._model(self._builder.build(step), self._kv_cache), None
         batch = self._builder.build(step, np.concatenate([span.tokens for span in spans]))
-        return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans)
+        return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans, self.runtime)
 
     def _list_ids(self, plan: StepPlan) -> list[int]:
         """The ids of the requests that advance in a step, in the order of its rows."""
@@ -207,19 +191,9 @@ class ModelRunner:
         return [sequence.id for sequence in sequences if sequence is not None]
 
     def _move_pages(self, plan: StepPlan) -> None:
-        """Copies pages and states as the plan asks, in the order that its forward needs."""
-        if not (plan.swap_outs.size or plan.swap_ins.size or plan.copies.size):  # no state moves without pages
+        """Copies pages and states as the plan asks."""
+        if not plan.moves_pages:
             return
         if self._pages is None:
             raise RuntimeError("the plan copies pages, and the engine was made without a way to")
-        _copy_pairs(self._pages.swap_out, plan.swap_outs)
-        _copy_pairs(self._pages.swap_in, plan.swap_ins)
-        _copy_pairs(self._pages.copy, plan.copies)
-        if plan.states is not None and self._states is not None:
-            _copy_pairs(self._states.swap_out, plan.states.swap_outs)
-            _copy_pairs(self._states.swap_in, plan.states.swap_ins)
-
-
-def _copy_pairs(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
-    if pairs.size:
-        move(pairs)
+        plan.move_pages(self._pages, self._states)

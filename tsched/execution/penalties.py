@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tsched.execution.device_state import to_device
+from tkernels.runtime import Runtime
 from tsched.scheduling.sequence import Ints, SequenceTable
 
 
@@ -18,10 +18,12 @@ class PenaltyCounts:
 
     Args:
         table: The running sequences.
+        runtime: Of the logits' device.
     """
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime) -> None:
         self._table = table
+        self._runtime = runtime
         self._counts: torch.Tensor | None = None
         self._slot_of: dict[int, int] = {}  # row -> slot
         self._free: list[int] = []
@@ -45,11 +47,11 @@ class PenaltyCounts:
             lengths: [p] int64, how many tokens of each sequence count; the table has them all.
         """
         slots = self._update_counts(scores, rows, lengths)
-        counts = self._require_counts(scores).index_select(0, to_device(slots, scores.device))  # [p, V]
-        index = to_device(entries, scores.device)
+        counts = self._require_counts(scores).index_select(0, self._runtime.send(slots))  # [p, V]
+        index = self._runtime.send(entries)
         values = scores.index_select(0, index)  # [p, V]
         params = [self._get_penalties(row) for row in rows.tolist()]
-        repetition, presence, frequency = to_device(np.array(params).T, scores.device).unsqueeze(2)  # each [p, 1]
+        repetition, presence, frequency = self._runtime.send(np.array(params).T).unsqueeze(2)  # each [p, 1]
         outputs = counts >> 1
         repeated = torch.where(values > 0, values / repetition, values * repetition)
         values = torch.where(counts > 0, repeated, values)
@@ -84,10 +86,10 @@ class PenaltyCounts:
             self._slot_of[row] = self._free.pop()
         slots = np.array([self._slot_of[row] for row in rows.tolist()], dtype=np.int64)
         counts = self._require_counts(scores)
-        counts.index_fill_(0, to_device(slots, scores.device), 0)
+        counts.index_fill_(0, self._runtime.send(slots), 0)
         prompts = [np.unique(table.tokens[row, : table.prompt_len[row]]) for row in rows.tolist()]
         index = np.concatenate([slot * scores.shape[1] + ids for slot, ids in zip(slots, prompts, strict=True)])
-        counts.view(-1).index_fill_(0, to_device(index, scores.device), 1)
+        counts.view(-1).index_fill_(0, self._runtime.send(index), 1)
         self._counted[rows], self._epoch[rows] = table.prompt_len[rows], table.epoch[rows]
 
     def _count_tokens(self, scores: torch.Tensor, slots: Ints, rows: Ints, starts: Ints, ends: Ints) -> None:
@@ -99,7 +101,7 @@ class PenaltyCounts:
         places = np.arange(owner.size) + np.repeat(starts - (np.cumsum(lens) - lens), lens)
         index = slots[owner] * scores.shape[1] + self._table.tokens[rows[owner], places]
         flat = self._require_counts(scores).view(-1)
-        flat.index_add_(0, to_device(index, scores.device), torch.full_like(flat[:1], 2).expand(index.size))
+        flat.index_add_(0, self._runtime.send(index), torch.full_like(flat[:1], 2).expand(index.size))
 
     def _add_slots(self, scores: torch.Tensor) -> None:
         """Doubles the slots."""

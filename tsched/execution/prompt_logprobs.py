@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from tkernels.runtime import Runtime
 from tmodel import Batch, KVCache, SplitModel
 from tsched.execution.batch_builder import ArrangedPlan
-from tsched.execution.device_state import to_device
 from tsched.execution.sampler import TokenLogprobs, token_logprobs
 from tsched.scheduling.sequence import Ints, Sequence
 
@@ -143,6 +143,7 @@ def compute_with_prompts(
     kv_cache: KVCache,
     sampled: Ints,
     spans: list[PromptSpan],
+    runtime: Runtime,
 ) -> tuple[torch.Tensor, ScoredPrompts]:
     """Runs a step that scores prompts.
 
@@ -152,6 +153,7 @@ def compute_with_prompts(
         kv_cache: The caches.
         sampled: [m] int64, the tokens whose logits are sampled from.
         spans: The tokens that score prompts, none of them in `sampled`.
+        runtime: Of the model's device.
 
     Returns:
         (logits [m, V] of the sampled tokens, the scores).
@@ -163,10 +165,9 @@ def compute_with_prompts(
         states = model(batch, kv_cache)  # [n, V]
     scoring = np.concatenate([span.tokens for span in spans])  # [l]
     wanted = np.sort(np.concatenate((sampled, scoring)))  # [n], as the batch has them
-    device = states.device
-    logits = head(states.index_select(0, to_device(np.searchsorted(wanted, sampled), device)))
-    places = to_device(np.searchsorted(wanted, scoring), device)
-    following = to_device(np.concatenate([span.next_ids for span in spans]), device)
+    logits = head(states.index_select(0, runtime.send(np.searchsorted(wanted, sampled))))
+    places = runtime.send(np.searchsorted(wanted, scoring))
+    following = runtime.send(np.concatenate([span.next_ids for span in spans]))
     num_top, size = max(span.scores.num_top for span in spans), max(1, SLICE_BYTES // (4 * logits.shape[1]))
     slices = [
         token_logprobs(head(states.index_select(0, places[i : i + size])), following[i : i + size], num_top)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tkernels.runtime import Runtime
 from tsched.execution.prompt_logprobs import ScoredPrompts
 from tsched.execution.sampler import Sampled, TokenLogprobs
 from tsched.scheduling.sequence import Ints
@@ -33,46 +34,20 @@ Readback = Callable[[], Outcome]  # waits for the copy and returns its result
 
 
 class HostReader:
-    """Copies sampled tokens to the host.
+    """Copies sampled tokens to the host, as the `runtime` of their device does it."""
 
-    On a GPU copies run on a stream of their own into pinned memory, so neither they nor the next step wait for each
-    other. On a CPU there is nothing to copy.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     def start(self, sampled: Sampled) -> Readback:
         """Starts a copy, which begins once the device has computed `sampled`. The call does not wait."""
-        wait = self._copy(_list_tensors(sampled))
+        wait = self._runtime.start_reading(_list_tensors(sampled))
         return lambda: _make_outcome(sampled, wait())
 
     def start_prompts(self, scored: ScoredPrompts) -> Callable[[], None]:
         """The same for the scores of prompts. The result waits for the copy and stores them."""
-        wait = self._copy(list(scored.tensors))
+        wait = self._runtime.start_reading(scored.tensors)
         return lambda: scored.store(wait())
-
-    def _copy(self, tensors: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-        """Starts to copy `tensors` to the host. The result waits for the copies and returns them."""
-        if self._stream is None:
-            return lambda: tensors
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            copies = [_pinned_copy(tensor, self._stream) for tensor in tensors]
-            done = torch.cuda.Event()
-            done.record(self._stream)
-
-        def wait() -> list[torch.Tensor]:
-            done.synchronize()
-            return copies
-
-        return wait
-
-
-def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    tensor.record_stream(stream)  # the allocator reuses its memory only after the copy
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def _list_tensors(sampled: Sampled) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tkernels.runtime import Runtime
 from tsched.execution.bad_words import BadWords
-from tsched.execution.device_state import to_device
 from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import UniformTable
@@ -93,6 +93,7 @@ class Sampler:
 
     Args:
         table: The running sequences.
+        runtime: Of the logits' device.
         seed: Of requests without a seed.
         eos_token_ids: The tokens that min_tokens holds back.
 
@@ -100,18 +101,19 @@ class Sampler:
         grammars: Of the sequences that have one; whoever adds a sequence tells them.
     """
 
-    def __init__(self, table: SequenceTable, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
+        self._runtime = runtime
         self._uniforms = UniformTable(table, seed)
-        self._penalties = PenaltyCounts(table)
-        self.grammars = GrammarMasks(table)
+        self._penalties = PenaltyCounts(table, runtime)
+        self.grammars = GrammarMasks(table, runtime)
         # Each changes the scores of those rows alone that ask for it, all of them at once.
         stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
-            (Asks.BIAS, TokenBiases(table, lambda sequence: sequence.params.biases).apply),
+            (Asks.BIAS, TokenBiases(table, runtime, lambda sequence: sequence.params.biases).apply),
             (Asks.PENALTIES, self._penalties.apply),
-            (Asks.MIN_TOKENS, HeldEnds(table, eos_token_ids).apply),
-            (Asks.ALLOWED, AllowedTokens(table).apply),
-            (Asks.BAD_WORDS, BadWords(table).apply),
+            (Asks.MIN_TOKENS, HeldEnds(table, runtime, eos_token_ids).apply),
+            (Asks.ALLOWED, AllowedTokens(table, runtime).apply),
+            (Asks.BAD_WORDS, BadWords(table, runtime).apply),
             (Asks.GRAMMAR, self.grammars.apply),
         )
         self._stages = tuple((int(asks), apply) for asks, apply in stages)
@@ -139,10 +141,10 @@ class Sampler:
             finite: torch.Tensor | None = logits.amax(dim=-1).isfinite()
             tokens, faults = self._choose(logits.clone(), rows, lengths)
         else:
-            tokens, finite = _most_likely_tokens(logits)
+            tokens, finite = _most_likely_tokens(logits, self._runtime)
             if not special.size:
                 return Sampled(_mark(NOT_FINITE, tokens, finite), None, _NO_FAULTS)
-            index = _send_beside(special, logits)
+            index = self._runtime.send(special)
             chosen, faults = self._choose(logits.index_select(0, index), rows[special], lengths[special])
             tokens.index_copy_(0, index, chosen)
         tokens = _mark(NOT_FINITE, tokens, finite)
@@ -158,7 +160,7 @@ class Sampler:
             return None
         asking = (_require_sequence(self._table.sequences[row]) for row in rows[entries].tolist())
         num_top = [sequence.params.logprobs or 0 for sequence in asking]
-        index = _send_beside(np.array(entries), logits)
+        index = self._runtime.send(np.array(entries))
         chosen = tokens.index_select(0, index).clamp_min_(0)  # nobody reads the result of a row without a token
         return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
 
@@ -179,9 +181,9 @@ class Sampler:
             finite: torch.Tensor | None = scores.amax(dim=-1).isfinite()
             tokens = self._draw(scores, rows, lengths)
         else:
-            tokens, finite = _most_likely_tokens(scores)
+            tokens, finite = _most_likely_tokens(scores, self._runtime)
             if drawing.size:
-                index = _send_beside(drawing, scores)
+                index = self._runtime.send(drawing)
                 drawn = self._draw(scores.index_select(0, index), rows[drawing], lengths[drawing])
                 tokens.index_copy_(0, index, drawn)
         return _mark(NONE_LEFT, tokens, finite), faults
@@ -195,8 +197,10 @@ class Sampler:
             min_p=table.min_p[rows],
             top_k=table.top_k[rows],
             top_p=table.top_p[rows],
+            runtime=self._runtime,
         )
-        return draw_tokens(probabilities, self._uniforms.find_uniforms(rows, lengths - table.prompt_len[rows]))
+        uniform = self._uniforms.find_uniforms(rows, lengths - table.prompt_len[rows])
+        return draw_tokens(probabilities, uniform, self._runtime)
 
     def _compute_scores(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
         """Applies what rows ask for to `logits` [s, V], up to the temperature.
@@ -238,14 +242,14 @@ class Sampler:
         return faults
 
 
-def _most_likely_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _most_likely_tokens(logits: torch.Tensor, runtime: Runtime) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Finds the largest logit of each row of `logits` [m, V]. A NaN counts as the largest.
 
     Returns:
         (its token [m] int64, whether it is finite [m]). The second is None where all are known to be finite, which is
         never on a GPU, as that would mean to wait.
     """
-    if logits.device.type == "cpu":  # numpy's argmax: a tenth of torch's time on [32, 1024]
+    if runtime.is_host:  # numpy's argmax: a tenth of torch's time on [32, 1024]
         array = logits.numpy()
         best = array.argmax(axis=-1)
         finite = np.isfinite(array[np.arange(best.size), best])
@@ -266,6 +270,7 @@ def filtered_probabilities(
     min_p: NDArray[np.float64],
     top_k: Ints,
     top_p: NDArray[np.float64],
+    runtime: Runtime,
 ) -> torch.Tensor:
     """Applies temperature, min-p, top-k and top-p.
 
@@ -275,36 +280,39 @@ def filtered_probabilities(
         min_p: [n].
         top_k: [n] int64; 0 keeps all tokens.
         top_p: [n].
+        runtime: Of the scores' device.
 
     Returns:
         [n, V] float64, not normalized (the most likely token has 1), and 0 where a filter removed the token.
     """
     top = scores.amax(dim=-1, keepdim=True)
-    probabilities = _exponentiate((scores - top).div_(_send_beside(temperature, scores).unsqueeze(1)))  # [n, V]
+    probabilities = _exponentiate((scores - top).div_(runtime.send(temperature).unsqueeze(1)), runtime)  # [n, V]
     if min_p.any():
-        probabilities.masked_fill_(probabilities < _send_beside(min_p, scores).unsqueeze(1), 0.0)
+        probabilities.masked_fill_(probabilities < runtime.send(min_p).unsqueeze(1), 0.0)
     filtered = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]) | (top_p < 1.0))
     if filtered.size:
-        index = _send_beside(filtered, scores)
-        kept = _keep_most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered])
+        index = runtime.send(filtered)
+        kept = _keep_most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered], runtime)
         probabilities.index_copy_(0, index, kept)
     return probabilities
 
 
-def _exponentiate(shares: torch.Tensor) -> torch.Tensor:
+def _exponentiate(shares: torch.Tensor, runtime: Runtime) -> torch.Tensor:
     """exp of `shares` [n, V] float64 <= 0, in place, but 0 below 1e-300."""
-    if shares.device.type != "cpu":
+    if not runtime.is_host:
         return shares.exp_()
     # A CPU's exp takes twice to five times as long where a result is no ordinary number, as of a token that is barred.
     return torch.nn.functional.threshold(shares.clamp_(min=-700.0).exp_(), 1e-300, 0.0, inplace=True)
 
 
-def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64]) -> torch.Tensor:
+def _keep_most_likely(
+    probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64], runtime: Runtime
+) -> torch.Tensor:
     """`probabilities` [n, V] with 0 for all but each row's top_k [n] tokens, and of these for all but its top_p [n]."""
     vocab_size = probabilities.shape[1]
     limit = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    limits, shares = _send_beside(limit, probabilities).unsqueeze(1), _send_beside(top_p, probabilities).unsqueeze(1)
-    largest = _sort_largest(probabilities, int(limit.max()))  # [n, K]
+    limits, shares = runtime.send(limit).unsqueeze(1), runtime.send(top_p).unsqueeze(1)
+    largest = _sort_largest(probabilities, int(limit.max()), runtime)  # [n, K]
     reached = largest.cumsum(dim=-1)
     total = reached.gather(1, limits - 1)  # of each row's top_k
     num_reached = (reached < shares * total).sum(dim=-1, keepdim=True)  # the most tokens whose sum is below top_p
@@ -312,7 +320,7 @@ def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[n
     threshold = largest.gather(1, num_kept - 1)
     keep = probabilities >= threshold
     # On a GPU ties are always resolved: a test for them would wait for the device.
-    if keep.is_cuda or bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
+    if not runtime.is_host or bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
         # Of the tokens as likely as the last one kept, the lower ids stay.
         above = probabilities > threshold
         ties = probabilities == threshold
@@ -320,10 +328,10 @@ def _keep_most_likely(probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[n
     return probabilities.masked_fill(~keep, 0.0)
 
 
-def _sort_largest(values: torch.Tensor, count: int) -> torch.Tensor:
+def _sort_largest(values: torch.Tensor, count: int, runtime: Runtime) -> torch.Tensor:
     """[n, count]: the largest of each row of `values` [n, V], in descending order."""
     size = values.shape[1]
-    if values.device.type != "cpu":
+    if not runtime.is_host:
         return values.topk(count, dim=-1).values if count < size else values.sort(dim=-1, descending=True).values
     # numpy's vectorized sort: 20 times torch's speed on [32, 1024] float64.
     array = values.numpy()
@@ -332,12 +340,13 @@ def _sort_largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
 
 
-def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> torch.Tensor:
+def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64], runtime: Runtime) -> torch.Tensor:
     """Draws a token of each row: the first whose cumulated probability exceeds uniform * total.
 
     Args:
         probabilities: [n, V] float64, at least 0, with a positive sum.
         uniform: [n] float64 in [0, 1).
+        runtime: Of their device.
 
     Returns:
         [n] int64.
@@ -345,7 +354,7 @@ def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64]) -> to
     cdf = probabilities.cumsum(dim=-1)  # [n, V]
     total = cdf[:, -1:]
     # A uniform is at most 1 - 2**-53, so even the rounded product stays below the total.
-    target = _send_beside(uniform, probabilities).unsqueeze(1) * total
+    target = runtime.send(uniform).unsqueeze(1) * total
     return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
@@ -368,10 +377,6 @@ def token_logprobs(
     ranks = (logprobs > chosen).sum(dim=-1) + 1
     top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
     return chosen.squeeze(1), ranks, top.values, top.indices
-
-
-def _send_beside(array: NDArray[np.generic], like: torch.Tensor) -> torch.Tensor:
-    return to_device(array, like.device)
 
 
 def _require_sequence(sequence: Sequence | None) -> Sequence:

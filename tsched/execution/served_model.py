@@ -14,11 +14,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch
-
 import tkernels
 import tmodel
 from tkernels.ranges import NVTX
+from tkernels.runtime import choose_runtime
 from tsched.execution.engine import Engine
 from tsched.execution.engine_stats import EngineStats
 from tsched.execution.engine_thread import EngineThread
@@ -125,6 +124,7 @@ class ServedModel:
         plan = tmodel.find_model(model, tmodel.architectures_with(options.architectures_from))
         self.config = plan.config
         self.device = find_device(options.device)
+        self._runtime = choose_runtime(self.device)
         self.dtype = find_dtype(options.dtype, self.config.dtype)
         if plan.weights is None:  # bad options are refused before weights are made or fetched
             check_random_weights(plan, self.device, self.dtype)
@@ -170,18 +170,21 @@ class ServedModel:
         self._pages = tmodel.CachePages(
             kv_cache.blocks,
             self.kernels.copy_pages if kv_cache.blocks else None,
+            self._runtime,
             0 if host is None else host.num_blocks,
         )
         runner = ModelRunner(
             network,
             kv_cache,
             scheduler,
-            device=self.device,
+            runtime=self._runtime,
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
             pages=self._pages,
-            states=tmodel.CachePages(kv_cache.states, None, 0 if host_states is None else host_states.num_blocks),
+            states=tmodel.CachePages(
+                kv_cache.states, None, self._runtime, 0 if host_states is None else host_states.num_blocks
+            ),
             cuda_graphs=options.cuda_graphs,
             ranges=self.kernels.ranges,
         )
@@ -347,8 +350,7 @@ class ServedModel:
         for name in _FREED:
             vars(self).pop(name, None)
         gc.collect()  # recorded steps refer to each other in circles
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._runtime.release_memory()
 
     def warm_up(self) -> None:
         """Serves a short request before any other: kernels are compiled and their tuned configs read now.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from tsched.execution.device_state import to_device
+from tkernels.runtime import Runtime
 from tsched.execution.row_epochs import RowEpochs
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
@@ -22,10 +22,12 @@ class TokenBiases:
 
     Args:
         table: The running sequences.
+        runtime: Of the scores' device.
         read: Gives a sequence's tokens and what is added to each.
     """
 
-    def __init__(self, table: SequenceTable, read: Callable[[Sequence], Mapping[int, float]]) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, read: Callable[[Sequence], Mapping[int, float]]) -> None:
+        self._runtime = runtime
         self._epochs = RowEpochs(table)
         self._read = read
         self._ids: torch.Tensor | None = None  # [R, n] int64; the rest of a row is token 0 with nothing added
@@ -45,8 +47,8 @@ class TokenBiases:
             self._store(new, scores)
         if self._ids is None or self._values is None:
             raise RuntimeError("no row has tokens to add to")
-        places = to_device(rows, scores.device)
-        starts = to_device(entries * scores.shape[1], scores.device)
+        places = self._runtime.send(rows)
+        starts = self._runtime.send(entries * scores.shape[1])
         index = self._ids.index_select(0, places) + starts.unsqueeze(1)  # [p, n]
         scores.view(-1).index_add_(0, index.view(-1), self._values.index_select(0, places).view(-1))
 
@@ -61,9 +63,9 @@ class TokenBiases:
         values = np.zeros(ids.shape)
         for i, one in enumerate(lists):
             ids[i, : len(one)], values[i, : len(one)] = list(one), list(one.values())
-        places = to_device(np.array(list(new)), scores.device)
-        self._ids.index_copy_(0, places, to_device(ids, scores.device))
-        self._values.index_copy_(0, places, to_device(values, scores.device))
+        places = self._runtime.send(np.array(list(new)))
+        self._ids.index_copy_(0, places, self._runtime.send(ids))
+        self._values.index_copy_(0, places, self._runtime.send(values))
 
     def _reserve(self, count: int, scores: torch.Tensor) -> None:
         """Makes the arrays, or makes them wider, for rows of `count` tokens."""
@@ -83,17 +85,18 @@ class HeldEnds:
 
     Args:
         table: The running sequences.
+        runtime: Of the scores' device.
         eos_token_ids: End an output unless its parameters say ignore_eos.
     """
 
-    def __init__(self, table: SequenceTable, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
 
         def read_ends(sequence: Sequence) -> dict[int, float]:
             params = sequence.params
             return dict.fromkeys((*params.stop_ids, *(() if params.ignore_eos else eos_token_ids)), -np.inf)
 
-        self._ends = TokenBiases(table, read_ends)
+        self._ends = TokenBiases(table, runtime, read_ends)
 
     def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
         """Bars ends in place, in those of `rows` [p] whose `lengths` [p] are too short. Otherwise as TokenBiases."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tsched.execution.device_state import to_device
+from tkernels.runtime import Runtime
 from tsched.execution.row_epochs import RowEpochs
 from tsched.scheduling.sequence import Ints, SequenceTable
 
@@ -30,16 +30,17 @@ def pack_mask(token_ids: Ints, vocab_size: int) -> Masks:
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
-def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None:
+def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor, runtime: Runtime) -> None:
     """Sets scores of tokens that are not allowed to -inf, in place. They have no NaN but in rows that nobody reads.
 
     Args:
         scores: [s, V] floating.
         entries: [p] int64, distinct, the rows of `scores` to change.
         masks: [p, W] int32, theirs.
+        runtime: Of the scores' device.
     """
     num_rows, vocab_size = scores.shape
-    if scores.device.type == "cpu":  # a tenth of torch's time on [32, 1024]: nothing branches on a token
+    if runtime.is_host:  # a tenth of torch's time on [32, 1024]: nothing branches on a token
         array = scores.numpy()
         bounds = _bound_bytes(array.dtype.char).take(masks.numpy().view(np.uint8), axis=0)  # [p, 4 W, 8]
         bounds = bounds.reshape(masks.shape[0], -1)[:, :vocab_size]
@@ -52,7 +53,7 @@ def bar_others(scores: torch.Tensor, entries: Ints, masks: torch.Tensor) -> None
     if entries.size == num_rows:
         scores.masked_fill_(barred, -torch.inf)
     else:
-        index = to_device(entries, scores.device)
+        index = runtime.send(entries)
         scores.index_copy_(0, index, scores.index_select(0, index).masked_fill_(barred, -torch.inf))
 
 
@@ -74,9 +75,11 @@ class AllowedTokens:
 
     Args:
         table: The running sequences.
+        runtime: Of the scores' device.
     """
 
-    def __init__(self, table: SequenceTable) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime) -> None:
+        self._runtime = runtime
         self._epochs = RowEpochs(table)
         self._masks: torch.Tensor | None = None
 
@@ -89,12 +92,12 @@ class AllowedTokens:
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, not looked at.
         """
-        vocab_size, device = scores.shape[1], scores.device
+        vocab_size = scores.shape[1]
         if self._masks is None:
             shape = self._epochs.num_rows, count_words(vocab_size)
-            self._masks = torch.zeros(shape, dtype=torch.int32, device=device)
+            self._masks = torch.zeros(shape, dtype=torch.int32, device=scores.device)
         new = self._epochs.take_stale(rows)
         if new:
             packed = [pack_mask(np.array(one.params.allowed_ids), vocab_size) for one in new.values()]
-            self._masks.index_copy_(0, to_device(np.array(list(new)), device), to_device(np.stack(packed), device))
-        bar_others(scores, entries, self._masks.index_select(0, to_device(rows, device)))
+            self._masks.index_copy_(0, self._runtime.send(np.array(list(new))), self._runtime.send(np.stack(packed)))
+        bar_others(scores, entries, self._masks.index_select(0, self._runtime.send(rows)), self._runtime)
