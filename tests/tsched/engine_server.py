@@ -14,6 +14,7 @@ from tests.tsched.random_model import ARCHITECTURES, QWEN3, random_model
 from tests.tsched.random_schedules import MAX_MODEL_LEN, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.window_server import draw_window
+from tkernels.runtime import HostRuntime
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request as EngineRequest
@@ -50,10 +51,10 @@ class EngineServer:
             model,
             kv_cache,
             scheduler,
-            device=torch.device("cpu"),
+            runtime=HostRuntime(),
             seed=0,
             eos_token_ids=options["eos_token_ids"],
-            pages=tmodel.CachePages(kv_cache.blocks, COPY_PAGES, options.get("num_host_blocks", 0)),
+            pages=tmodel.CachePages(kv_cache.blocks, COPY_PAGES, HostRuntime(), options.get("num_host_blocks", 0)),
             cuda_graphs=pads,
         )
         return Engine(scheduler, runner, overlap=is_late)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.tsched.array_pages import ArrayPages
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import check_plan
@@ -58,6 +59,7 @@ class PagedDevice:
         self.scheduler = scheduler
         self.pages = np.full((pool.num_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
         self.host_pages = np.full((num_host_blocks, pool.block_size, 3), EMPTY, dtype=np.int64)
+        self.state_pages: ArrayPages | None = None
         self.tables = np.full_like(table.blocks, EMPTY)
         self._num_known = np.zeros(table.num_rows, dtype=np.int64)  # entries of each table that plans have named
         self.tenants: dict[int, int] = {}  # of the sequences, by number
@@ -67,14 +69,7 @@ class PagedDevice:
     def carry_out(self, plan: StepPlan) -> Ints:
         """[m] int64, the tokens for plan.sampled."""
         self._follow(plan)
-        assert not {*plan.copies[0].tolist()} & {*plan.copies[1].tolist()}, "a copied page is written by another copy"
-        for pairs, source, target in (
-            (plan.swap_outs, self.pages, self.host_pages),
-            (plan.swap_ins, self.host_pages, self.pages),
-            (plan.copies, self.pages, self.pages),
-        ):
-            assert np.unique(pairs[1]).size == pairs.shape[1], "two pages are copied to one place"
-            target[pairs[1]] = source[pairs[0]]
+        plan.move_pages(ArrayPages(self.pages, self.host_pages), self.state_pages)
         self._write(plan)
         return self._sample(plan)
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.tsched.array_pages import ArrayPages
+from tsched.scheduling.block_pool import BlockIds
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 
 Values = NDArray[np.uint64]
-Copy = tuple[bool, bool, NDArray[np.int32], NDArray[np.int32]]  # from the host, to the host, src, dst
 
 VOCAB = 6
 MAX_TOKENS = 64
@@ -59,11 +60,9 @@ class Effects:
     """A plan as its step carries it out: copies in order, then writes, of pages and of states."""
 
     plan: StepPlan
-    copies: list[Copy]
     slots: NDArray[np.int64]
     values: Values
     sampled: NDArray[np.int64]
-    state_copies: list[Copy]
     state_slots: NDArray[np.int64]
     state_values: Values
 
@@ -80,23 +79,29 @@ class Memory:
         self.host_states = np.zeros(0 if host_states is None else host_states.num_blocks, dtype=np.uint64)
 
     def apply(self, effects: Effects) -> None:
-        self.copy(effects.copies, effects.state_copies)
+        self.move(effects.plan)
         self.device.reshape(-1)[effects.slots] = effects.values
         self.states[effects.state_slots] = effects.state_values
 
-    def copy(self, copies: list[Copy], state_copies: list[Copy]) -> None:
-        for from_host, to_host, src, dst in copies:
-            (self.host if to_host else self.device)[dst] = (self.host if from_host else self.device)[src]
-        for from_host, to_host, src, dst in state_copies:
-            (self.host_states if to_host else self.states)[dst] = (self.host_states if from_host else self.states)[src]
+    def move(self, plan: StepPlan) -> None:
+        plan.move_pages(ArrayPages(self.device, self.host), ArrayPages(self.states, self.host_states))
 
     def poison(self, effects: Effects) -> None:
-        for _, to_host, _, dst in effects.copies:
-            (self.host if to_host else self.device)[dst] = POISON
-        for _, to_host, _, dst in effects.state_copies:
-            (self.host_states if to_host else self.states)[dst] = POISON
+        effects.plan.move_pages(_Lost(self.device, self.host), _Lost(self.states, self.host_states))
         self.device.reshape(-1)[effects.slots] = POISON
         self.states[effects.state_slots] = POISON
+
+
+class _Lost(ArrayPages):
+    """Pages whose copies were lost: what they were to write may be anything."""
+
+    def swap_out(self, pages: BlockIds) -> None:
+        self.host[pages[1]] = POISON
+
+    def swap_in(self, pages: BlockIds) -> None:
+        self.device[pages[1]] = POISON
+
+    copy = swap_in
 
 
 class PageContents:
@@ -114,10 +119,8 @@ class PageContents:
         """Run `plan`, which was just made."""
         scheduler, table = self._scheduler, self._scheduler.table
         block_size, issued = scheduler.pool.block_size, self.issued
-        copies = _copies((False, True, plan.swap_outs), (True, False, plan.swap_ins), (False, False, plan.copies))
-        state_copies, state_slots = [], np.empty((2, 0), dtype=np.int64)
+        state_slots = np.empty((2, 0), dtype=np.int64)
         if plan.states is not None:
-            state_copies = _copies((False, True, plan.states.swap_outs), (True, False, plan.states.swap_ins))
             state_slots = plan.states.slots.astype(np.int64)
             assert state_slots.shape == (2, plan.rows.size)
             assert np.unique(state_slots[1]).size == plan.rows.size, "two rows write to one state"
@@ -126,7 +129,7 @@ class PageContents:
                 "a row writes to a state that another reads"
             )
         nothing = np.empty(0, dtype=np.int64)
-        issued.copy(copies, state_copies)
+        issued.move(plan)
         states: list[int] = []
         flat = issued.device.reshape(-1)
         slots: list[NDArray[np.int64]] = []
@@ -158,11 +161,9 @@ class PageContents:
         }
         effects = Effects(
             plan,
-            copies,
             np.concatenate([*slots, nothing]),
             np.concatenate([*values, nothing.astype(np.uint64)]),
             np.array(sampled, dtype=np.int64),
-            state_copies,
             state_slots[1],
             np.array(states, dtype=np.uint64),
         )
@@ -188,10 +189,3 @@ class PageContents:
             self.issued.poison(effects)
             self.committed.poison(effects)
         self.under_way.clear()
-
-
-def _copies(*steps: tuple[bool, bool, NDArray[np.int32]]) -> list[Copy]:
-    copies = [(from_host, to_host, pairs[0], pairs[1]) for from_host, to_host, pairs in steps if pairs.shape[1]]
-    for _, _, _, dst in copies:
-        assert np.unique(dst).size == dst.size, "two units are copied to one"
-    return copies

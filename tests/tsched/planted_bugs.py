@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from tests.tsched.random_schedules import Schedule, draw_schedule, stream_of_urgent_requests
@@ -33,7 +34,7 @@ from tsched.scheduling.scheduler import Scheduler
 @dataclass(frozen=True)
 class PlantedBug:
     name: str
-    owner: type
+    owner: type | ModuleType
     function: str
     right: str
     wrong: str
@@ -85,6 +86,14 @@ def planted(bug: PlantedBug) -> Iterator[None]:
     if source.count(bug.right) != 1:
         raise LookupError(f"{bug.name}: {bug.owner.__name__}.{bug.function} has {bug.right!r} not exactly once")
     faulty: dict[str, Any] = {}
+    if isinstance(bug.owner, ModuleType):  # whoever imported the function by its name has the fault too
+        exec(compile(source.replace(bug.right, bug.wrong), f"<{bug.name}>", "exec"), vars(bug.owner), faulty)
+        right, original.__code__ = original.__code__, faulty[bug.function].__code__
+        try:
+            yield
+        finally:
+            original.__code__ = right
+        return
     module = sys.modules[bug.owner.__module__]
     exec(compile(source.replace(bug.right, bug.wrong), f"<{bug.name}>", "exec"), vars(module), faulty)
     setattr(bug.owner, bug.function, faulty[bug.function])

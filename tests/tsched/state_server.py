@@ -11,6 +11,7 @@ import zlib
 
 import numpy as np
 
+from tests.tsched.array_pages import ArrayPages
 from tests.tsched.hash_server import EMPTY, HashServer, PagedDevice, next_token
 from tests.tsched.random_schedules import Schedule
 from tests.tsched.schedulers import build_scheduler
@@ -35,7 +36,8 @@ class StateDevice(PagedDevice):
         assert scheduler.states is not None
         host_pool = scheduler.states.host_pool
         self.states = np.full((scheduler.states.pool.num_blocks, 3), EMPTY, dtype=np.int64)
-        self.host_states = np.full((0 if host_pool is None else host_pool.num_blocks, 3), EMPTY, dtype=np.int64)
+        host_states = np.full((0 if host_pool is None else host_pool.num_blocks, 3), EMPTY, dtype=np.int64)
+        self.state_pages = ArrayPages(self.states, host_states)
         self._written: dict[int, int] = {}  # row -> the slot that the last plan wrote for it
 
     def _write(self, plan: StepPlan) -> None:
@@ -43,8 +45,6 @@ class StateDevice(PagedDevice):
         step, table = plan.states, self.scheduler.table
         assert step is not None
         assert step.slots.shape == (2, plan.rows.size)
-        self.host_states[step.swap_outs[1]] = self.states[step.swap_outs[0]]
-        self.states[step.swap_ins[1]] = self.host_states[step.swap_ins[0]]
         assert np.unique(step.slots[1]).size == plan.rows.size, "two rows write to one state"
         foreign = step.slots[0][step.slots[0] != step.slots[1]]
         assert not np.isin(foreign, step.slots[1]).any(), "a row writes to a state that another reads"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -12,6 +14,19 @@ from tsched.scheduling.sequence import Ints
 # Most plans copy no page and change no list of blocks: they share these.
 NO_PAIRS: BlockIds = np.empty((2, 0), dtype=np.int32)
 NO_ROWS: Ints = np.empty(0, dtype=np.int64)
+
+
+class PageMover(Protocol):
+    """Copies whole pages of every layer's keys and values. Its copies and the model's forwards run in call order."""
+
+    def swap_out(self, pages: BlockIds) -> None:
+        """Copies pages of the device, pages[0], to the host's cache, pages[1]; [2, n] int32."""
+
+    def swap_in(self, pages: BlockIds) -> None:
+        """Copies pages of the host's cache, pages[0], to the device, pages[1]; [2, n] int32."""
+
+    def copy(self, pages: BlockIds) -> None:
+        """Copies pages of the device, pages[0], to others of it, pages[1]; [2, n] int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +63,7 @@ class StepPlan:
     num_departures  the table's when the plan was made
     num_preempted   sequences that gave way to this plan
 
-    Copies of pages, done before the step's forward, in this order; all distinct destinations:
+    Copies of pages, done before the step's forward, in the order of `move_pages`; all distinct destinations:
     swap_outs       [2, n] int32, pages of the device and where they go in the host's cache
     swap_ins        [2, n] int32, pages of the host's cache and where they go on the device
     copies          [2, n] int32, pages of the device and where they go on it (copy on write)
@@ -84,6 +99,27 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return self.num_tokens == 0
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether any page is to be copied; no state is without one."""
+        return bool(self.swap_outs.size or self.swap_ins.size or self.copies.size)
+
+    def move_pages(self, pages: PageMover, states: PageMover | None) -> None:
+        """Lets `pages`, and `states` where layers keep some, make the plan's copies in the order that the scheduler
+        counts on: what leaves the device is read before anything is written where it was.
+        """
+        _move(pages.swap_out, self.swap_outs)
+        _move(pages.swap_in, self.swap_ins)
+        _move(pages.copy, self.copies)
+        if self.states is not None and states is not None:
+            _move(states.swap_out, self.states.swap_outs)
+            _move(states.swap_in, self.states.swap_ins)
+
+
+def _move(move: Callable[[BlockIds], None], pairs: BlockIds) -> None:
+    if pairs.size:
+        move(pairs)
 
 
 @dataclass(slots=True)
