@@ -11,12 +11,17 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KINDS = ("ordinary", "huge", "tiny")
+ROW_KINDS = (*KINDS, "faint", "outlier")
+"""What else norms and activations of rows are put to: rows whose mean square is nothing beside an epsilon, every other
+one 0 of either sign; an eighth of a row's elements at most thousands of times as large as the others.
+"""
 LAYOUTS = ("contiguous", "padded")
 
 _READ = 1 << 20  # indices, of which an op has a few for each token
 
 # Of |x|: large enough that a lost upcast overflows or loses everything, small enough that fp16 results stay finite.
-_SCALE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10}
+_SCALE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "faint": 2.0**-16, "outlier": 1.0}
+_OUTLIER = 2.0**12
 
 
 def dtype_of(name: Any) -> torch.dtype:
@@ -36,10 +41,13 @@ def on_grid(values: torch.Tensor) -> torch.Tensor:
     """`values` rounded, in place, to multiples of 2**-8, so that fp32 sums of up to 256 of their products are exact in
     any order.
 
-    Where few elements are judged, the order of summation would otherwise decide their rms error, by luck. Values are
-    not rounded so: products that fall to tf32 show in them.
+    Where few elements are judged, the order of summation would otherwise decide their rms error, by luck. Products that
+    fall to tf32 do not show in such values: see `Draws.product_operands`.
     """
     return values.mul_(256).round_().div_(256)
+
+
+_EPSILONS = (1e-6, 1e-5)
 
 
 class Draws:
@@ -48,6 +56,11 @@ class Draws:
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.device = device
+        self._seed = seed
+
+    def epsilon(self) -> float:
+        """What a norm adds to a mean square: one seed has the one that models have, the next the other."""
+        return _EPSILONS[self._seed % 2]
 
     def integers(self, low: int, high: int, shape: Sequence[int]) -> torch.Tensor:
         """int64 in [low, high], both included, on the CPU; for a meta device, more than what is read while drawing are
@@ -65,11 +78,35 @@ class Draws:
         """As `normal`, rounded to `on_grid`'s multiples, of which fp32 sums the products without error."""
         return (on_grid(self.normal(shape, torch.float64)) * _SCALE[kind]).to(dtype)
 
+    def product_operands(
+        self, tokens: int, outputs: int, inputs: int, kind: Any = "ordinary"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [tokens, inputs] of the kind's scale and weight [outputs, inputs], float64, for `x @ weight.t()`.
+
+        One order of summation in fp32 may have half the error of another, which would say nothing about a kernel. So
+        every product is a multiple of 2**-16 (times the scales), and fp32 sums a thousand of them without error. Of
+        each product one factor is a multiple of 2**-13, the other of 2**-3, by turns: either has more digits than bf16
+        and tf32. Outputs are of x's size whatever `inputs` is; a power of two keeps the grid.
+        """
+        turns = torch.arange(inputs, device=self.device) % 2 == 0
+        steps = torch.where(turns, 2.0**13, 2.0**3).double()
+        x, weight = (self.normal(shape, torch.float64) for shape in ((tokens, inputs), (outputs, inputs)))
+        x.mul_(steps).round_().div_(steps).mul_(_SCALE[str(kind)])
+        steps = 2.0**16 / steps
+        weight.mul_(steps).round_().div_(steps).mul_(2.0 ** -round(math.log2(inputs) / 2))
+        return x, weight
+
     def normal(self, shape: Sequence[int], dtype: torch.dtype, kind: Any = "ordinary") -> torch.Tensor:
         """Normal values of the kind's scale, rounded to `dtype`, contiguous; on a meta device none are drawn."""
         if self.device.type == "meta":
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
         values = torch.randn(tuple(shape), generator=self.generator, dtype=torch.float64) * _SCALE[str(kind)]
+        if kind == "faint":
+            values[1::2] *= 0  # of either sign
+        elif kind == "outlier":
+            # Not one alone, whose own rounding would be all that an rms error sees: luck.
+            place = self.integers(0, shape[-1] - 1, (*shape[:-1], max(1, shape[-1] // 8)))
+            values.scatter_(-1, place, torch.sign(values.gather(-1, place)) * _OUTLIER)
         return values.to(dtype).to(self.device)
 
     def laid_out(self, values: torch.Tensor, layout: Any = "contiguous", padding: int = 3) -> torch.Tensor:

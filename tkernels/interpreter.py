@@ -2,24 +2,39 @@
 
 Measured with Triton 3.6 and 3.7: the interpreter keeps bf16 as raw 16-bit patterns, so arithmetic on them is silently
 wrong, and its fp32 -> bf16 cast truncates where a GPU rounds to nearest even, which doubles a correct kernel's error.
-The patch rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first (`tl.dot` through
-`language.dot`). Casts to e4m3 go wrong in one of twelve normal values (they round ties up and lose the carry into the
-exponent), an e4m3 NaN is read as 480, and a subnormal bf16 number becomes another one: those casts are replaced.
+The patch rounds, and turns bf16 arithmetic into an error: a kernel widens to fp32 first. Only `tl.dot` takes bf16, as
+the matrix units do; what those round is rounded here too (`tkernels.matrix_units`). Casts to e4m3 go wrong in one of
+twelve normal values (they round ties up and lose the carry into the exponent), an e4m3 NaN is read as 480, and a
+subnormal bf16 number becomes another one: those casts are replaced.
 """
 
-from collections.abc import Callable, Iterator
+import ast
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.errors import TKernelsError
+from tkernels.matrix_units import accumulate, multiply, sum_in_fp16
 
 
 class Bfloat16ArithmeticError(TKernelsError, TypeError):
     """A kernel computes on bf16 values without widening them; the interpreter would do it on raw bit patterns."""
+
+
+_TRITON, _SEMANTIC = f"{Path(triton.__file__).parent}{os.sep}", triton.language.semantic.__file__
+
+
+class BlockTruthError(TKernelsError, ValueError):
+    """A kernel branches on a block; `if`, `while`, `and` and `or` take one value."""
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
@@ -62,9 +77,19 @@ _E4M3_VALUES = _e4m3_values()
 
 
 def _as_float(handle: Any) -> np.ndarray:
+    """Numbers that numpy computes with: bf16 and e4m3 as fp32, e5m2 as fp16, everything else as it is."""
     if handle.dtype.scalar == tl.bfloat16:
         return (handle.data.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if handle.dtype.scalar == tl.float8e4nv:
+        return _E4M3_VALUES[handle.data]
+    if handle.dtype.scalar == tl.float8e5:  # the upper half of an fp16 number
+        return (handle.data.view(np.uint8).astype(np.uint16) << np.uint16(8)).view(np.float16)
     return np.asarray(handle.data)
+
+
+def _refuse_bf16(doing: str, *handles: Any) -> None:
+    if any(one.dtype.scalar == tl.bfloat16 for one in handles):
+        raise Bfloat16ArithmeticError(f"{doing} on bf16: widen with .to(tl.float32) first")
 
 
 def _undefined(pointers: Any) -> Any:
@@ -80,7 +105,10 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     """Patches the interpreter of this process. Called once, when tkernels is imported in an interpreting process."""
     builder = triton_interpreter.InterpreterBuilder
     cast_impl, fp_to_fp, binary_op = builder.cast_impl, builder.create_fp_to_fp, builder.binary_op
+    unary_op, reductions = builder.unary_op, triton_interpreter.ReduceOps
+    check_reduced, plain_sum = triton_interpreter.ReduceScanOpInterface.check_tensor, reductions.sum
     patch_lang_tensor, masked_load = triton_interpreter._patch_lang_tensor, builder.create_masked_load
+    patch_lang_core = triton_interpreter._patch_lang_core
 
     def rounding_cast(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
@@ -92,7 +120,7 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     def rounding_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         to_nearest = rounding_mode is None or "RTNE" in str(rounding_mode)
         if src.dtype.scalar == tl.float8e4nv:
-            wide = triton_interpreter.TensorHandle(_E4M3_VALUES[src.data], tl.float32)
+            wide = triton_interpreter.TensorHandle(_as_float(src), tl.float32)
             return wide if dst_type.scalar == tl.float32 else rounding_cast(self, wide, dst_type)
         if to_nearest and dst_type.scalar == tl.float8e4nv:
             return triton_interpreter.TensorHandle(round_to_e4m3(_as_float(src)), tl.float8e4nv)
@@ -101,14 +129,44 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
         return fp_to_fp(self, src, dst_type, rounding_mode)
 
     def refusing_binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-        if tl.bfloat16 in (lhs.dtype.scalar, rhs.dtype.scalar):
-            raise Bfloat16ArithmeticError(f"{getattr(op, '__name__', op)} on bf16: widen with .to(tl.float32) first")
+        _refuse_bf16(getattr(op, "__name__", str(op)), lhs, rhs)
         return binary_op(self, lhs, rhs, op)
+
+    def refusing_unary_op(self: Any, arg: Any, op: Any) -> Any:
+        _refuse_bf16(getattr(op, "__name__", str(op)), arg)
+        return unary_op(self, arg, op)
+
+    def refusing_reduction(self: Any, tensors: Any) -> None:
+        _refuse_bf16("a reduction or scan", *(one.handle for one in tensors))
+        check_reduced(self, tensors)
+
+    def rounding_sum(self: Any, tensor: Any) -> Any:
+        if tensor.handle.dtype.scalar != tl.float16:
+            return plain_sum(self, tensor)
+        return self.to_tensor(sum_in_fp16(tensor.handle.data, self.axis, self.keep_dims), tensor.dtype)
+
+    def rounding_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: int) -> Any:
+        out = accumulate(d.data, _as_float(a), _as_float(b), _precision_name(input_precision))
+        return triton_interpreter.TensorHandle(out, d.dtype.scalar)
 
     def indexable(tensor: Any, scope: Any) -> None:
         # Triton 3.6 makes a loop bound with int() of a one-element array, which numpy 2.4 refuses; 3.7 squeezes it.
         patch_lang_tensor(tensor, scope)
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+        tensor.__bool__ = truth
+
+    def truth(tensor: Any) -> bool:
+        caller, size = sys._getframe(1).f_code.co_filename, tensor.handle.data.size
+        # Triton's loads ask so whether there is an `other`: there is, also where it is a block of a single 0.0, without
+        # which what is masked off would be undefined.
+        if caller == _SEMANTIC:
+            return True
+        if size == 1:
+            return bool(tensor.handle.data)
+        # Triton's takes any block for true, where its compiler refuses one in a kernel.
+        if caller.startswith(_TRITON):
+            return True
+        raise BlockTruthError(f"a block of {size} elements is neither true nor false: tl.where")
 
     def undefined_load(self: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **options: Any) -> Any:
         # A GPU leaves what is masked off undefined where `other` does not say; the interpreter would give zeros, on
@@ -117,11 +175,75 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
             other = _undefined(ptrs)
         return masked_load(self, ptrs, mask, other, *rest, **options)
 
+    def with_typed_loops(lang: Any, scope: Any) -> None:
+        patch_lang_core(lang, scope)
+        scope.set_attr(lang, "range", typed_range)
+
     triton_interpreter._patch_lang_tensor = indexable
+    triton_interpreter._patch_lang_core = with_typed_loops
+    triton_interpreter.typed_range = typed_range  # the names of that module are a rewritten kernel's
+    triton_interpreter.FunctionRewriter.ast_transformer = _TypedLoops()
+    triton_interpreter._patch_lang = _patch_once(triton_interpreter._patch_lang)
     builder.create_masked_load = undefined_load
     builder.cast_impl = rounding_cast
     builder.create_fp_to_fp = rounding_fp_to_fp
     builder.binary_op = refusing_binary_op
+    builder.unary_op = refusing_unary_op
+    builder.create_dot = rounding_dot
+    triton_interpreter.ReduceScanOpInterface.check_tensor = refusing_reduction
+    reductions.sum = rounding_sum
+
+
+class _TypedLoops(triton_interpreter.ASTTransformer):
+    """Triton's rewriting of a kernel, in which Python's `range` is `typed_range` too, as `tl.range` is."""
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        match node.iter:
+            case ast.Call(func=ast.Name(id="range") as name):
+                name.id = typed_range.__name__
+        return self.generic_visit(node)
+
+
+def typed_range(first: Any, second: Any = None, step: Any = None, **options: Any) -> Iterator[Any]:
+    """The values of a kernel's loop as its compiler has them: scalars of the type to which bounds and step promote.
+
+    Triton's interpreter gives plain numbers. One that starts in int64 has to stay so, or what it is multiplied by
+    overflows here alone; and two of int32 have to overflow here as they do there.
+    """
+    bounds = (0, first) if second is None else (first, second)
+    ends = (*bounds, 1 if step is None else step)
+    semantic = triton_interpreter.interpreter_semantic
+    kind = functools.reduce(semantic.integer_promote_impl, (semantic.to_tensor(end).dtype for end in ends))
+    dtype = triton_interpreter._get_np_dtype(kind)
+    for value in range(*ends):
+        yield tl.tensor(triton_interpreter.TensorHandle(np.array([value], dtype=dtype), kind), kind)
+
+
+def _patch_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Triton patches its language for a launch, and again for every call of a jitted function within it, `tl.sum` among
+    them: up to a third of a program's time, for nothing. Here the modules that are patched stay so until the launch is
+    over.
+    """
+    patched: set[int] = set()  # the language's modules that calls around this one have patched
+
+    class Scope:
+        def __init__(self, function: Any) -> None:
+            seen = {id(one) for one in (tl, tl.core) if any(one is value for value in function.__globals__.values())}
+            self.new = seen - patched
+            self.inner = patch_lang(function) if self.new or not seen else None
+            patched.update(self.new)
+
+        def restore(self) -> None:
+            patched.difference_update(self.new)
+            if self.inner is not None:
+                self.inner.restore()
+
+    return Scope
+
+
+def _precision_name(input_precision: Any) -> str:
+    """ "tf32" of Triton's enum value."""
+    return str(input_precision.name).lower()
 
 
 class RunawayError(TKernelsError, RuntimeError):
@@ -165,6 +287,8 @@ _ACCESSES: dict[str, tuple[str, Callable[..., tuple[Any, Any]]]] = {
 }
 """Method of the builder -> the access that it makes, and (pointers, mask) from its arguments."""
 
+_STORES = ("create_masked_store", "create_atomic_rmw", "create_atomic_cas")
+
 
 @contextmanager
 def watch_accesses(check: Access) -> Iterator[None]:
@@ -172,22 +296,44 @@ def watch_accesses(check: Access) -> Iterator[None]:
     builder = triton_interpreter.interpreter_builder
     program, count = None, 0
 
+    def stop_runaway() -> None:
+        nonlocal program, count
+        program, count = builder.grid_idx, count + 1 if builder.grid_idx == program else 1
+        if count > MAX_ACCESSES:
+            raise RunawayError(f"program {program} has made {MAX_ACCESSES} accesses and goes on: its loop does not end")
+
+    with replaced_methods(**_watched(_ACCESSES, check, stop_runaway)):
+        yield
+
+
+@contextmanager
+def watch_stores(check: Access) -> Iterator[None]:
+    """Calls `check` before every store and atomic, one of a descriptor's box among them once."""
+    with replaced_methods(**_watched(_STORES, check)):
+        yield
+
+
+def _watched(
+    names: Iterable[str], check: Access, before: Callable[[], None] = lambda: None
+) -> dict[str, Callable[..., Any]]:
+    """These methods of the builder, each behind `before` and a `check` of its access."""
+
     def watched(method: Callable[..., Any], access: str, find: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
         def watch(*arguments: Any, **options: Any) -> Any:
-            nonlocal program, count
-            program, count = builder.grid_idx, count + 1 if builder.grid_idx == program else 1
-            if count > MAX_ACCESSES:
-                raise RunawayError(
-                    f"program {program} has made {MAX_ACCESSES} accesses and goes on: its loop does not end"
-                )
+            before()
             pointers, mask = find(*arguments)
-            check(pointers.data, mask, max(1, pointers.get_element_ty().primitive_bitwidth // 8), access)
+            check(pointers.data, mask, element_bytes(pointers), access)
             return method(*arguments, **options)
 
         return watch
 
-    with replaced_methods(**{name: watched(getattr(builder, name), *how) for name, how in _ACCESSES.items()}):
-        yield
+    builder = triton_interpreter.interpreter_builder
+    return {name: watched(getattr(builder, name), *_ACCESSES[name]) for name in names}
+
+
+def element_bytes(pointers: Any) -> int:
+    """How wide what a block of pointers points at is."""
+    return max(1, int(pointers.get_element_ty().primitive_bitwidth) // 8)
 
 
 @contextmanager
@@ -209,13 +355,10 @@ def exact_products() -> Iterator[None]:
     numpy's fp32 product treats the last rows of a tile differently from the first (seen: the last bit), which no matrix
     unit does.
     """
-    dot = triton_interpreter.interpreter_builder.create_dot
 
-    def exact_dot(a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        if min(a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth) < 16:
-            return dot(a, b, d, *rest)
-        product = np.matmul(a.data, b.data, dtype=np.float64).astype(d.data.dtype)
-        return triton_interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    def exact_dot(a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: int) -> Any:
+        product = multiply(_as_float(a), _as_float(b), _precision_name(input_precision), np.float64)
+        return triton_interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     with replaced_methods(create_dot=exact_dot):
         yield

@@ -171,9 +171,14 @@ class Server(contextlib.AbstractContextManager["Server"]):
         self.end()
 
 
-def run_forked(work: Work, on_message: OnMessage, timeout: float | None = None) -> Ending:
-    """Runs `work` in a fork of this process; it must not touch CUDA there, nor use threads that were there before."""
-    child = _Child(work, on_message, timeout)
+def run_forked(work: Work, on_message: OnMessage, timeout: float | None = None, memory: float = math.inf) -> Ending:
+    """Runs `work` in a fork of this process; it must not touch CUDA there, nor use threads that were there before.
+
+    Args:
+        timeout: Seconds that it has.
+        memory: Bytes that it may hold, counted with what it shares with this process.
+    """
+    child = _Child(work, on_message, timeout, memory)
     try:
         child.watch()
     finally:
@@ -211,11 +216,11 @@ def _read(pipe: int) -> bytes:
 class _Child:
     """A fork of this process at a task, and what is known of it. status: as waitpid gives it, once it has ended."""
 
-    def __init__(self, work: Work, on_message: OnMessage, timeout: float | None) -> None:
-        self.began, self.on_message = time.monotonic(), on_message
+    def __init__(self, work: Work, on_message: OnMessage, timeout: float | None, memory: float = math.inf) -> None:
+        self.began, self.on_message, self.memory = time.monotonic(), on_message, memory
         self.give(math.inf if timeout is None else timeout)
         self.unfinished, self.printed, self.garbage, self.raised = bytearray(), b"", "", ""
-        self.timed_out = self.is_done = False
+        self.timed_out = self.took_memory = self.is_done = False
         self.status: int | None = None
         (self.messages, sending), (self.output, printing), starter = os.pipe(), os.pipe(), os.getpid()
         self.pid = os.fork()
@@ -246,8 +251,10 @@ class _Child:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
                 if ended:
                     self.status = status
-                elif time.monotonic() >= self.deadline:
-                    self.timed_out = True
+                    continue
+                self.timed_out = time.monotonic() >= self.deadline
+                self.took_memory = self.memory < math.inf and _resident_bytes(self.pid) > self.memory
+                if self.timed_out or self.took_memory:
                     self.kill()
 
     def hear(self) -> bool:
@@ -294,6 +301,8 @@ class _Child:
         death = None
         if self.timed_out:
             death = f"timeout: it took longer than {self.limit:g} s"
+        elif self.took_memory:
+            death = f"memory: it took more than {self.memory / 2**30:.1f} GiB"
         elif code < 0:
             death = describe_exit(code)
         elif self.raised:
@@ -305,6 +314,13 @@ class _Child:
         if death is not None and printed:
             death += f"; last printed: {_last_words(printed)}"
         return Ending(time.monotonic() - self.began, death, self.timed_out, max(0, -code), printed)
+
+
+def _resident_bytes(pid: int) -> int:
+    """The memory that a process holds; 0 where it has just ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _parsed(line: bytearray) -> Any:

@@ -1,4 +1,4 @@
-"""The few device functions that kernels share because the interpreter and the GPU need different code for them."""
+"""The few device functions that kernels of every op share."""
 
 import triton
 import triton.language as tl
@@ -13,13 +13,9 @@ INTERPRETING = tl.constexpr(MODE == "interpret")
 def dot(a, b, acc):
     """acc + a @ b with fp32 accumulation: [M, K] @ [K, N] -> [M, N].
 
-    The interpreter's bf16 `tl.dot` multiplies raw bit patterns, so operands are widened there, and only there. "ieee"
-    keeps fp32 operands off the tf32 path, whose error (2**-11) is thousands of times fp32's own.
+    "ieee" keeps fp32 operands off the tf32 path, whose error (2**-11) is thousands of times fp32's own.
     """
-    if INTERPRETING:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

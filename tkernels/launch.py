@@ -37,9 +37,12 @@ def jit_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], c
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A launcher's first parameter: the device's facts, the tuned config, the workspace, and the door."""
+    """A launcher's first parameter: the device's facts, the axes that the call binds, the tuned config, the workspace,
+    and the door.
+    """
 
     device: DeviceFacts
+    axes: Axes
     config: Config
     workspace: Mapping[str, torch.Tensor]
     door: Door
@@ -226,7 +229,7 @@ class Kernel:
             for name, b in variant.workspace(axes, config, facts).items()
         }
         try:
-            variant.run_launcher(Run(facts, config, workspace, self.door), outputs, arguments)
+            variant.run_launcher(Run(facts, axes, config, workspace, self.door), outputs, arguments)
         except BaseException:  # an interpreted program that raises, or is interrupted, leaves its counts behind
             variant.zeroed.clear()
             raise

@@ -1,6 +1,6 @@
 """One variant at one point: checked first, then timed, and placed on the roofline by the contract's own counts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Contract, Int, Value
+from tkernels.contract import Axes, Case, Contract, ContractError, Int, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.launch import Kernel
@@ -17,7 +17,7 @@ from tkernels.preparation import timed_preparation
 from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
 from tkernels.tuning import NEAREST, Match, Tuning
-from tkernels.variant import UnsupportedError, Variant
+from tkernels.variant import UnsupportedError, Variant, as_it_is
 from tkernels.verification.check import check_case
 
 Status = Literal["ok", "wrong", "failed", "unsupported", "void", "not measured"]
@@ -104,10 +104,15 @@ class Measurement:
         return row
 
 
-def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict[str, Value]]:
-    """Name -> every axis of the contract's realistic points; on a CPU the first two, cut down to what it can check."""
+def benchmark_points(
+    contract: Contract, device: torch.device, variants: Iterable[Variant] = ()
+) -> dict[str, dict[str, Value]]:
+    """Name -> every axis of the contract's realistic points and of its variants' regions; on a CPU the contract's first
+    two, all cut down to what it can check.
+    """
     if device.type == "cuda":
-        return {name: complete_axes(contract, axes) for name, axes in contract.benchmarks.items()}
+        realistic = {name: complete_axes(contract, axes) for name, axes in contract.benchmarks.items()}
+        return realistic | region_points(contract, variants)
     points: dict[str, dict[str, Value]] = {}
     for name, axes in contract.benchmarks.items():
         size, point = _cpu_point(contract, axes)
@@ -115,16 +120,48 @@ def benchmark_points(contract: Contract, device: torch.device) -> dict[str, dict
             points[name if point == complete_axes(contract, axes) else f"{name} (sizes <= {size})"] = point
         if len(points) == 2:
             break
+    for variant in variants:
+        for name, axes in region_points(contract, (variant,)).items():
+            size, point = _cpu_point(contract, axes, variant.region)
+            if point is not None:
+                points[f"{name} (other sizes <= {size})"] = point
     return points
 
 
-def _cpu_point(contract: Contract, axes: Axes) -> tuple[int, dict[str, Value] | None]:
-    """(the largest size whose inputs stay within CPU_BYTES, the point cut to it; None where that breaks a rule)."""
+def region_points(contract: Contract, variants: Iterable[Variant]) -> dict[str, dict[str, Value]]:
+    """A point of every axis in the region of each variant, where no realistic point of the contract lies in it: the
+    nearest to the first of these from which that goes.
+    """
+    realistic = [complete_axes(contract, axes) for axes in contract.benchmarks.values()]
+    found: dict[str, dict[str, Value]] = {}
+    for variant in variants:
+        moved = [
+            {axis: min(max(int(point[axis]), low), high) for axis, (low, high) in variant.region.items()}
+            for point in realistic
+        ]
+        if any(own.items() <= point.items() for own, point in zip(moved, realistic, strict=True)):
+            continue
+        for axes, own in zip(contract.benchmarks.values(), moved, strict=True):
+            try:
+                name = ",".join(f"{axis}={size}" for axis, size in own.items())
+                found[f"{name} for {variant.name}"] = complete_axes(contract, {**axes, **own})
+                break
+            except ContractError:
+                continue
+    return found
+
+
+def _cpu_point(contract: Contract, axes: Axes, kept: Container[str] = ()) -> tuple[int, dict[str, Value] | None]:
+    """(the largest size whose inputs stay within CPU_BYTES, the point cut to it, but for the axes that are kept; None
+    where that breaks a rule).
+    """
     size = CPU_SIZE
-    while (point := cut_axes(contract, axes, size)) is not None:
+    while (point := cut_axes(contract, axes, size, kept=kept)) is not None:
         if storage_bytes(contract.case(point, 0, torch.device("meta")).inputs) <= CPU_BYTES:
             break
         size //= 2
+        if size == 0:
+            return size, None
     return size, point
 
 
@@ -138,12 +175,21 @@ def complete_axes(contract: Contract, axes: Axes) -> dict[str, Value]:
     return contract.draw_axes(choose, axes)
 
 
-def cut_axes(contract: Contract, axes: Axes, size: int, *, only_batch: bool = False) -> dict[str, Value] | None:
-    """The point with larger sizes (or those of the batch alone) cut down to `size`; None where that breaks a rule."""
+def cut_axes(
+    contract: Contract, axes: Axes, size: int, *, only_batch: bool = False, kept: Container[str] = ()
+) -> dict[str, Value] | None:
+    """The point with larger sizes (or those of the batch alone) cut down to `size`, the axes that are kept aside; None
+    where that breaks a rule.
+    """
     cut = dict(axes)
     for axis in contract.axes:
         value = cut.get(axis.name)
-        if isinstance(axis, Int) and isinstance(value, int) and (axis.batch or not only_batch):
+        if (
+            isinstance(axis, Int)
+            and isinstance(value, int)
+            and (axis.batch or not only_batch)
+            and axis.name not in kept
+        ):
             cut[axis.name] = min(value, size)
     try:
         return complete_axes(contract, cut)
@@ -181,6 +227,32 @@ def prepare(variant: Variant, case: Case) -> Prepared:
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
     taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _with_made_weight(variant, made))
     return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))
+
+
+def prepare_supported(variant: Variant, case: Case) -> Prepared:
+    """What `prepare` gives, where the variant takes the call: with the weight as it was loaded or as it prepares it.
+
+    Raises:
+        UnsupportedError: It takes neither.
+    """
+    facts = device_facts(_bind(case)[1])
+    reason = variant.unsupported_reason(*_bind(case), facts)
+    if reason is not None and variant.prepare is as_it_is:
+        raise UnsupportedError(reason)
+    try:
+        ready = prepare(variant, case)
+    except Exception:
+        if reason is None:
+            raise
+        raise UnsupportedError(reason) from None
+    if (reason := variant.unsupported_reason(*_bind(ready.case), facts)) is not None:
+        raise UnsupportedError(reason)
+    return ready
+
+
+def _bind(case: Case) -> tuple[Axes, torch.device]:
+    """What a case's call binds."""
+    return case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
 
 
 def _with_made_weight(variant: Variant, made: Mapping[str, Any]) -> Variant:
@@ -225,10 +297,7 @@ def measure(
     try:
         case = contract.case(axes, seed, device)
         row = replace(row, bytes_moved=case.bytes_moved, flops=case.flops)
-        bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
-        if reason := variant.unsupported_reason(bound, where, facts):
-            return replace(row, status="unsupported", reason=reason)
-        ready = prepare(variant, case)
+        ready = prepare_supported(variant, case)
         row = replace(row, prepare_us=ready.microseconds, prepared_bytes=ready.made_bytes)
         arguments = contract.bind_arguments((), ready.case.inputs)
         bound, where = contract.bind_axes(arguments)
@@ -241,6 +310,8 @@ def measure(
         if wrong := _check(variant, ready, row.config, slack):
             return replace(row, status=wrong[0], reason=wrong[1])
         return _timed(row, kernel, ready.arguments, method, facts, device)
+    except UnsupportedError as error:
+        return replace(row, status="unsupported", reason=str(error))
     except (Exception, SystemExit) as error:  # a variant may be anyone's and raise anything
         return replace(row, status="failed", reason=f"{type(error).__name__}: {' '.join(str(error).split())}")
 

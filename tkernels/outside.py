@@ -5,19 +5,24 @@ alone, and the others of its folder join the ops.
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tkernels.contract import ContractError
+from tkernels.declaration import find_faults
 from tkernels.folders import op_folders
 from tkernels.isolation import Prepare, Server, Tell, Work
 from tkernels.mode import MODE
 from tkernels.registry import builtin_ops
+from tkernels.trial_launch import find_launch_faults
 from tkernels.variant import VariantError
 
 FailureTypes = type[Exception] | tuple[type[Exception], ...]
+
+Enter = Callable[[str], None]
+"""Takes what a file's code is about to be run for, as what could be said of it where that never ends."""
 
 IMPORT_SECONDS = 60.0
 """For one task, which may import a large library."""
@@ -36,9 +41,15 @@ def importing(prepare: str) -> Iterator[Callable[[Any, str], str | None]]:
 
     def import_fault(task: Any, name: str) -> str | None:
         faults: list[str] = []
-        ending = server.run(task, faults.append, IMPORT_SECONDS)
+        entered = ["cannot be imported"]
+
+        def hear(message: tuple[str, str]) -> None:
+            kind, text = message
+            (faults if kind == "fault" else entered).append(text)
+
+        ending = server.run(task, hear, IMPORT_SECONDS)
         if ending.death is not None:
-            faults.append(f"{name}: cannot be imported: {ending.death}")
+            faults.append(f"{name}: {entered[-1]}: {ending.death}")
         elif ending.left:
             faults.append(f"{name}: cannot be imported: it starts processes that go on after the import")
         return faults[0] if faults else None
@@ -48,29 +59,38 @@ def importing(prepare: str) -> Iterator[Callable[[Any, str], str | None]]:
         yield import_fault
 
 
-def work_of_import(name: str, imports: Callable[[], Any], failure: FailureTypes) -> Work:
+def work_of_import(name: str, imports: Callable[[Enter], Any], failure: FailureTypes) -> Work:
     """A task's work: it imports files, and tells of a failure and of threads that would outlive the import.
 
     Args:
         name: What the files are called.
-        imports: Imports them.
+        imports: Imports them; what more it does with them it enters first.
         failure: What this raises where they are broken, with a message that names the file.
     """
 
     def work(tell: Tell) -> None:
         own, fault = os.getpid(), ""
+
+        def stop_copy() -> None:
+            if os.getpid() != own:  # made by a file's os.fork: it waits for its end, so that it is counted
+                signal.pause()
+
+        def enter(doing: str) -> None:
+            stop_copy()
+            tell(("entered", doing))
+
         try:
-            imports()
+            imports(enter)
         except failure as error:
             fault = str(error)
-        if os.getpid() != own:  # a copy that a file made by os.fork: it waits for its end, so that it is counted
-            signal.pause()
+        stop_copy()
         if fault:
-            tell(fault)
+            tell(("fault", fault))
         if waiting := [
             one.name for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon
         ]:
-            tell(f"{name}: cannot be imported: it starts threads that a process waits for: {', '.join(waiting)}")
+            waits = f"it starts threads that a process waits for: {', '.join(waiting)}"
+            tell(("fault", f"{name}: cannot be imported: {waits}"))
 
     return work
 
@@ -108,7 +128,32 @@ def prepare_imports(about: None) -> Prepare:
         others = dict.fromkeys((one for one in variant_files(folder) if one not in needed), "not asked for")
 
         return work_of_import(
-            str(file), lambda: builtin_ops().with_variants_from(folder, others), (VariantError, ContractError)
+            str(file), lambda enter: _join(folder, file, others, enter), (VariantError, ContractError)
         )
 
     return prepare
+
+
+_TRIAL = "a trial call of its supports, prepare, workspace and launch does not come to its end"
+
+
+def _join(folder: Path, file: Path, others: Mapping[Path, str], enter: Enter) -> None:
+    """Joins a file's variant to the ops, without `others`.
+
+    Raises:
+        VariantError: It breaks rules of its declaration, or of how it launches its kernels: all of them, by line.
+    """
+    try:
+        ops = builtin_ops().with_variants_from(folder, others)
+    except VariantError as error:
+        if error.declared is None:
+            raise
+        enter(_TRIAL)
+        faults = [*find_faults(error.declared), *find_launch_faults(error.declared)]
+        faults.sort(key=lambda fault: fault.line or 0)
+        raise VariantError("\n".join(fault.at(file) for fault in faults)) from None
+    if file.name == "contract.py":
+        return
+    enter(_TRIAL)
+    if faults := find_launch_faults(ops[file.parent.name].variants[file.stem]):
+        raise VariantError("\n".join(fault.at(file) for fault in faults))

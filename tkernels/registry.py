@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -82,14 +83,19 @@ def import_outside(file: Path, failure: type[Exception]) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that exits is broken; it must not end us
         del sys.modules[name]
-        raise failure(f"{file}: cannot be imported: {type(error).__name__}: {error}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
+        where = f", in line {lines[-1]}" if lines else ""
+        raise failure(f"{file}: cannot be imported: {type(error).__name__}: {error}{where}") from error
     return module
 
 
 def _declared(module: ModuleType, name: str, kind: type[T], file: Path) -> T:
     declared = getattr(module, name, None)
     if not isinstance(declared, kind):
-        raise VariantError(f"{file}: must define {name}, a tkernels.{kind.__name__}")
+        others = [other for other, value in vars(module).items() if isinstance(value, kind)]
+        found = f"; it has {', '.join(others)}" if others else ""
+        found = f"; its {name} is {declared!r}" if declared is not None else found
+        raise VariantError(f"{file}: must define {name}, a tkernels.{kind.__name__}{found}")
     return declared
 
 

@@ -69,7 +69,7 @@ def points_of(variants: Sequence[Variant], device: torch.device) -> list[TuningP
         TuningPoint(variant, name, axes)
         for variant in variants
         if variant.kind == "triton"
-        for name, axes in benchmark_points(variant.contract, device).items()
+        for name, axes in benchmark_points(variant.contract, device, (variant,)).items()
     ]
 
 

@@ -1,6 +1,5 @@
 """One way to compute an op: what its file declares, checked once, when it joins the registry."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Contract, ContractError, Value
+from tkernels.contract import Axes, Contract, Value
+from tkernels.declaration import find_faults, taken_outputs
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
@@ -26,7 +26,14 @@ class UnsupportedError(TKernelsError, ValueError):
 
 
 class VariantError(TKernelsError, ValueError):
-    """A variant file that breaks the rules of its op; the message names the file and the rule."""
+    """A variant file that breaks the rules of its op; the message names the file and the rule, each on a line.
+
+    declared: The variant, where the file could be imported.
+    """
+
+    def __init__(self, message: str, declared: "Variant | None" = None) -> None:
+        super().__init__(message)
+        self.declared = declared
 
 
 Kind = Literal["torch", "triton", "library"]
@@ -46,6 +53,8 @@ class Variant:
 
     Attributes:
         wins: When this algorithm should be the fastest, one sentence.
+        region: The same as data, where sizes say it: axis -> the (low, high) that it is for, both included; everywhere
+            where left out. Wide cases and benchmark points reach into it.
         launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch,
             peers). Either may leave out options of the op (keyword-only parameters that have a default), and a launcher
             the outputs that only such an option asks for: a call that sets one of these is refused by its name.
@@ -68,6 +77,7 @@ class Variant:
     wins: str
     deterministic: bool
     batch_invariant: bool
+    region: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     launch: Callable[..., None] | None = None
     function: Callable[..., Any] | None = None
     parts: tuple[str, ...] = ()
@@ -115,6 +125,10 @@ class Variant:
     def source(self) -> str:
         """The content hash of its kernels, under which tuned configs are kept. Cached: it parses source."""
         return source_hash(self.kernels)
+
+    def is_for(self, axes: Axes) -> bool:
+        """Whether a call at these axes lies in its region."""
+        return all(low <= int(axes[name]) <= high for name, (low, high) in self.region.items())
 
     def pinned(self, config: Config, pins: Mapping[str, int]) -> Config:
         """`config` with some values replaced; a ValueError where one is unknown or outside what it may be."""
@@ -227,9 +241,10 @@ class Variant:
             entry: What a call of the variant is, `(variant, *args, **kwargs)`; without one it cannot be called itself.
         """
         declared = self.launch or self.function
-        left_out = contract.options_left_out_by(declared) if declared is not None else ()
+        left_out = contract.options_left_out_by(declared) if callable(declared) else ()
         variant = replace(self, name=name, file=file, left_out=left_out, _contract=contract, module=module, entry=entry)
-        _check_declaration(variant)
+        if faults := find_faults(variant):
+            raise VariantError("\n".join(fault.at(file) for fault in faults), variant)
         return variant
 
 
@@ -250,64 +265,3 @@ class Op:
         """
         default = self.contract.default
         return default if device.type == "cuda" or self.variants[default].parts else "torch"
-
-
-def taken_outputs(contract: Contract, left_out: Sequence[str]) -> list[str]:
-    """The outputs that a launcher receives: all but those that only an option that it leaves out asks for."""
-    return [name for name, output in contract.outputs.items() if output.when not in left_out]
-
-
-def _parameters(variant: Variant, left_out: Sequence[str]) -> list[str]:
-    """The parameters that a variant's launcher or function must have where it leaves out these options."""
-    contract = variant.contract
-    arguments = [name for name in contract.arguments if name not in left_out]
-    if variant.launch is not None:
-        return ["run", *taken_outputs(contract, left_out), *arguments]
-    return [*variant.parts, *arguments]
-
-
-def _check_declaration(variant: Variant) -> None:
-    where, contract = variant.file, variant.contract
-    if (variant.launch is None) == (variant.function is None):
-        raise VariantError(f"{where}: a variant has either a launcher or a function")
-    if variant.launch is not None and variant.parts:
-        raise VariantError(f"{where}: a variant with parts is a function that calls them, not a launcher")
-    declared = variant.launch or variant.function
-    assert declared is not None
-    got = list(inspect.signature(declared).parameters)
-    if got != _parameters(variant, variant.left_out):
-        options = ", ".join(contract.options)
-        raise VariantError(
-            f"{where}: parameters {got} differ from the reference's; {contract.name} takes {_parameters(variant, ())}"
-            + (f", of which it may leave out {options}" if options else "")
-        )
-    if unknown := set(variant.key) - set(contract.axis_by_name):
-        raise ContractError(f"{where}: key names no axis of {contract.name}: {sorted(unknown)}")
-    if not variant.wins:
-        raise VariantError(f"{where}: wins must say when this algorithm should be the fastest")
-    if variant.launch is not None:
-        _check_launcher(variant)
-
-
-def _check_launcher(variant: Variant) -> None:
-    """The rules of a variant that launches kernels: its configs, what they may depend on, and its kernels' names."""
-    where, contract = variant.file, variant.contract
-    prefix = f"{contract.name}_{variant.name}"
-    if variant.kernels and not any(name.startswith(prefix) for name in variant.kernels):
-        raise VariantError(f"{where}: its kernel must be named {prefix} (found {', '.join(variant.kernels)})")
-    batchy = [axis for axis in variant.key if contract.axis_by_name[axis].batch]
-    if variant.batch_invariant and batchy:
-        raise VariantError(f"{where}: a batch-invariant variant's config may not depend on {', '.join(batchy)}")
-    _check_configs(variant, where)
-
-
-def _check_configs(variant: Variant, where: Path) -> None:
-    if variant.configs == ():
-        raise VariantError(f"{where}: configs must not be empty: they are what tuning tries; leave them out for none")
-    if "" not in variant.default:
-        raise VariantError(f"{where}: default must have an entry for every other architecture, named ''")
-    names = sorted(variant.default[""])
-    for config in (*(variant.configs or ()), *variant.default.values()):
-        variant.pinned(config, config.as_dict())
-        if sorted(config) != names:
-            raise VariantError(f"{where}: configs differ in their names: {sorted(config)} and {names}")

@@ -27,9 +27,13 @@ class ZeroedBuffers:
     streams cannot. All captures of CUDA graphs share one of their own, made beside the first eager one, because
     memory allocated during a capture would be cleared by that graph's replays alone. Two such graphs must not be
     replayed at once.
+
+    Args:
+        cuda: The module torch.cuda, or what behaves as it does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: Any = torch.cuda) -> None:
+        self._cuda = cuda
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def take(self, name: str, buffer: Buffer, device: torch.device) -> torch.Tensor:
@@ -41,7 +45,7 @@ class ZeroedBuffers:
         place = (name, device, buffer.shape, buffer.dtype)
         if device.type != "cuda":
             return self._keep((*place, 0), buffer, device)
-        capturing = torch.cuda.is_current_stream_capturing()
+        capturing = self._cuda.is_current_stream_capturing()
         if capturing and (*place, "capture") not in self._kept:
             raise RuntimeError(
                 f"workspace {name!r} {list(buffer.shape)} is not there yet: launch once before the capture"
@@ -49,7 +53,7 @@ class ZeroedBuffers:
         if capturing:
             return self._kept[*place, "capture"]
         self._keep((*place, "capture"), buffer, device)
-        return self._keep((*place, torch.cuda.current_stream(device).cuda_stream), buffer, device)
+        return self._keep((*place, self._cuda.current_stream(device).cuda_stream), buffer, device)
 
     def _keep(self, key: tuple[Any, ...], buffer: Buffer, device: torch.device) -> torch.Tensor:
         found = self._kept.get(key)

@@ -33,6 +33,10 @@ class Int:
     def allows(self, value: Value) -> bool:
         return isinstance(value, int) and self.low <= value <= self.high
 
+    def hides(self, value: Value) -> bool:
+        """Whether a case with this value shows nothing of what the other axes do: none of the batch is there."""
+        return self.batch and value == 0
+
     @property
     def rule(self) -> str:
         return f"{self.low} <= {self.name} <= {self.high}"
@@ -41,7 +45,8 @@ class Int:
 @dataclass(frozen=True)
 class Choice:
     """An enum: a dtype by role, an option's presence, a memory layout, a kind of values. `legal` may exceed `draws`.
-    `wide` are the values of a wide draw: those that leave something to compute.
+    `wide` are the values of a wide draw: those that leave something to compute. `hiding` are those beside which no
+    other axis makes a difference: nothing is computed, or all of it is 0.
     """
 
     name: str
@@ -50,9 +55,13 @@ class Choice:
     legal: tuple[Value, ...] | None = None
     batch: bool = False
     wide: tuple[Value, ...] = ()
+    hiding: tuple[Value, ...] = ()
 
     def allows(self, value: Value) -> bool:
         return value in (self.legal or self.draws)
+
+    def hides(self, value: Value) -> bool:
+        return value in self.hiding
 
     @property
     def rule(self) -> str:

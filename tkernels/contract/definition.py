@@ -203,18 +203,36 @@ class Contract:
         self.check_axes(axes)
         for axis in self.axes:
             if axis.name not in fixed:
-                axes[axis.name] = choose(axis.name, self._candidates(axis, axes, wide))
+                axes[axis.name] = choose(axis.name, self._candidates(axis, axes, wide, bool(fixed)))
         return axes
 
-    def _candidates(self, axis: Axis, axes: Axes, wide: bool) -> list[Value]:
-        """The values to draw an axis from beside those that are fixed or drawn already."""
+    def _candidates(self, axis: Axis, axes: Axes, wide: bool, ahead: bool) -> list[Value]:
+        """The values to draw an axis from beside those that are fixed or drawn already.
+
+        `ahead`: only those that leave a rule's last axis a value. Axes are in an order that always does, but where a
+        later one is fixed.
+        """
         known = axes.keys() | {axis.name}
-        ready = [c for c in self.constraints if axis.name in c.names and c.names <= known]
+        own = [c for c in self.constraints if axis.name in c.names]
+        rules = [c for c in own if len(c.names - known) <= ahead]
+
+        def fits(value: Value) -> bool:
+            beside = {**axes, axis.name: value}
+            return all(self._can_hold(rule, beside) for rule in rules)
+
         for values in (axis.wide if wide else (), axis.draws):
-            if fitting := [v for v in values if all(c.holds({**axes, axis.name: v}) for c in ready)]:
+            if fitting := [value for value in values if fits(value)]:
                 return fitting
-        rules = ", ".join(map(str, ready))
-        raise ContractError(f"{self.name}: no value of {axis.name} satisfies {rules} at {axes}")
+        named = ", ".join(str(rule) for rule in rules if rule.names <= known)
+        raise ContractError(f"{self.name}: no value of {axis.name} satisfies {named} at {axes}")
+
+    def _can_hold(self, rule: Constraint, axes: Axes) -> bool:
+        """Whether a rule holds at these axes, for some value that is drawn of an axis that is not among them."""
+        missing = [self.axis_by_name[name] for name in rule.names - axes.keys()]
+        if not missing:
+            return rule.holds(axes)
+        (axis,) = missing
+        return any(rule.holds({**axes, axis.name: value}) for value in (*axis.draws, *axis.wide))
 
     def case(self, axes: Axes, seed: int, device: torch.device | str = "cpu") -> Case:
         """The inputs at one point, from a seed."""

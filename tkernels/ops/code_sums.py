@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.language import INTERPRETING, dot
+from tkernels.language import dot
 from tkernels.quantized.row_codes import unsupported_codes
 
 _SHORT = ("sm_89", "sm_90", "sm_120", "interpreter")
@@ -43,8 +43,6 @@ def with_products(sums, a, b, SHORT: tl.constexpr):
     """sums + a @ b of codes: [R, K] @ [K, C] -> [R, C]. SHORT: see `sums_are_short`."""
     if a.dtype == tl.int8:
         return tl.dot(a, b, sums, out_dtype=tl.int32)
-    elif INTERPRETING:
-        return dot(a, b, sums)
     elif SHORT:
         # A promise of how many products may be summed in the units keeps the compiler from putting `sums` there too.
         return sums + tl.dot(a, b, max_num_imprecise_acc=a.shape[1])

@@ -18,10 +18,12 @@ LAYOUTS = ("contiguous", "head_major", "fused", "padded")
 
 # Powers of two, so that scaling the scale back is exact: the logits stay ordinary while q.k leaves fp16's range. fp8
 # has 448 as its largest value and 2**-6 as its smallest normal one.
-_AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0, "sunken": 1.0}
+_AMPLITUDE = {"ordinary": 1.0, "huge": 128.0, "tiny": 2.0**-10, "peaked": 1.0, "sunken": 1.0, "light": 1.0}
 _FP8_AMPLITUDE = {**_AMPLITUDE, "huge": 64.0, "tiny": 2.0**-6}
 
 _DEPTH = 250.0  # of sunken logits, give or take a third of it: as weights they are 0 in fp32
+
+_LIGHT = 20  # every key but a context's first weighs 2**-20 of that one, and its values are 2**20 times as large
 
 _DRAWN_FLOATS = 1 << 20  # beyond this many, values repeat: a benchmark's gigabytes need not all be drawn
 
@@ -31,8 +33,8 @@ SIZE_AXES: tuple[Axis, ...] = (
     Choice(
         "lengths",
         ("edges",),
-        "how long the contexts are: at edges, near the end of a long table, or all N*S",
-        legal=("edges", "long", "full"),
+        "how long the contexts are: at edges, the same behind an empty one, near the end of a long table, or all N*S",
+        legal=("edges", "gaps", "long", "full"),
         batch=True,
         wide=("long",),
     ),
@@ -70,7 +72,7 @@ OPTION_AXES: tuple[Axis, ...] = (
     Choice("bound", ("none", "exact", "loose"), "what max_context_len is given", batch=True),
     Choice("layout", LAYOUTS),
     # Of a thousand keys a peak leaves one, and nothing to compute.
-    Choice("values", (*KINDS, "peaked"), legal=(*KINDS, "peaked", "sunken"), wide=KINDS),
+    Choice("values", (*KINDS, "peaked"), legal=(*KINDS, "peaked", "sunken", "light"), wide=KINDS),
 )
 
 OPTION_ARGUMENTS: dict[str, Argument] = {
@@ -99,6 +101,27 @@ CORNERS: dict[str, Axes] = {
     # A context of one part, all of whose weights would be 0 beside a key of logit 0.
     # In 16 bits, whose rounding is above what logits of that size lose in fp32.
     "sunken_logits": {"B": 3, "S": 16, "N": 5, "P": 16, "Dv": 64, "values": "sunken", "activation": "bfloat16"},
+    # Keys that weigh less than 1e-6 and make up the result: parts, pages and keys are dropped by a weight in vain.
+    "light_keys": {
+        **{"B": 2, "S": 16, "N": 9, "P": 32, "Dv": 64, "window": 0},
+        **{"activation": "bfloat16", "kv": "bfloat16", "values": "light"},
+    },
+    # Four thousand keys: pages, blocks of keys and splits by the hundred.
+    "long_context": {
+        **{"lengths": "full", "B": 1, "S": 16, "N": 264, "P": 264, "Hkv": 1, "Hq": 2, "D": 64, "Dv": 64},
+        **{"activation": "float16", "kv": "float16", "window": 0, "values": "ordinary"},
+    },
+    # A page for each of a thousand keys.
+    "wide_table": {
+        **{"lengths": "full", "B": 1, "S": 1, "N": 1025, "P": 1025, "Hkv": 1, "Hq": 2, "D": 16, "Dv": 16},
+        **{"window": 0, "values": "ordinary"},
+    },
+    # Of no keys the log-sum-exp is -inf; a pair of axes does not say which contexts are empty.
+    "empty_context": {"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "return_lse": True},
+    # Tiles are for the wider of both, which values are here.
+    "wide_values": {"B": 2, "S": 16, "N": 5, "P": 16, "Hkv": 1, "Hq": 2, "D": 64, "Dv": 256},
+    # More heads to a KV head than a tile has rows.
+    "large_groups": {"B": 1, "S": 16, "N": 5, "P": 16, "Hkv": 2, "Hq": 130, "D": 16, "Dv": 32},
 }
 
 BENCHMARK_AXES: Axes = {
@@ -275,7 +298,8 @@ def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
     if axes["lengths"] == "long":
         return [near[int(index)] for index in draws.integers(0, len(near) - 1, (sequences,))]
     groups = [(candidates, near)[int(group)] for group in draws.integers(0, 1, (sequences,))]
-    return [group[int(draws.integers(0, len(group) - 1, (1,)))] for group in groups]
+    lens = [group[int(draws.integers(0, len(group) - 1, (1,)))] for group in groups]
+    return [0, *lens[1:]] if axes["lengths"] == "gaps" else lens
 
 
 def paged_inputs(
@@ -315,8 +339,11 @@ def paged_inputs(
                 k[position] += level * peak * shared
         if kind == "sunken":
             k -= _DEPTH * peak * shared
+        if kind == "light":
+            k[1:] -= _LIGHT / LOG2_E * peak * shared
+            v[1:] *= 2.0**_LIGHT
         # Peaks take products past 2**8, of which fp32 has no room for the whole grid: theirs is coarser.
-        k = on_grid(k / 4) * 4 if kind in ("peaked", "sunken") else on_grid(k)
+        k = on_grid(k / 4) * 4 if kind in ("peaked", "sunken", "light") else on_grid(k)
         for cache, values in ((k_cache, k), (v_cache, v)):
             rows_kept = values * cached
             rows_kept[length:] = poison(dtype)

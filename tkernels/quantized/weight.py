@@ -44,7 +44,9 @@ class QuantizedWeight:
         outliers: Weights kept beside the codes, of the scales' or table's dtype; None where there are none.
         bits: 2, 3, 4 or 8.
         group_size: Places that share a scale, whole words of them, a divisor of Kp; -1 means all.
-        order: Of the codes in a word: "sequential", as checkpoints have them, or "interleaved", as kernels read them.
+        order: Of the codes in a word: "sequential", as checkpoints have them (the first place in the lowest bits), or
+            "interleaved", as the kernels here read them (see codes.py). `interleaved` and `sequential` make one of the
+            other.
         inputs: K; -1 means Kp.
 
     At 4 bits and group size 128 a weight with zero-points takes 0.266 times the bytes of bf16. The two-dimensional

@@ -2,7 +2,9 @@
 
 Per output tensor, with the baseline's (torch's own) error at the same dtype:
     max |error| <= 2 x baseline's + 2 eps max|oracle|, and, on 256 elements or more,
-    rms error <= 1.25 x baseline's + eps/4 rms|oracle|.
+    rms error <= 1.25 x baseline's + eps/4 rms|oracle|, in float32 + eps rms|oracle|.
+In float32 nothing wider hides what was rounded on the way: with eps/4, 67 of 1,500 correct norms of 3 rows of 2,049
+failed, for a row's elements share the error of its root. With eps the worst of 8,000 norms uses 0.87 of the allowance.
 Below the normal range a dtype's spacing no longer shrinks, so eps x size is at least the smallest subnormal there.
 Integers have no eps: they are equal or wrong, and so is any output that its contract calls exact.
 Neither a loose absolute tolerance nor a single rounding: the natural error of the computation itself is the measure.
@@ -71,7 +73,8 @@ def judge(
     rms_ratio = None
     if (count := int(finite.sum())) >= RMS_FROM_ELEMENTS:
         rms_error, rms_natural, rms_truth = (float((t.square().sum() / count).sqrt()) for t in (error, natural, truth))
-        rms_ratio = _ratio(rms_error, slack * (1.25 * rms_natural + max(eps * rms_truth, spacing) / 4))
+        rounded = max(eps * rms_truth, spacing) / (1 if got.dtype.itemsize >= 4 else 4)
+        rms_ratio = _ratio(rms_error, slack * (1.25 * rms_natural + rounded))
     flat = int(error.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), error.shape))
     ok = max_ratio <= 1 and (rms_ratio is None or rms_ratio <= 1)

@@ -17,6 +17,7 @@ from tkernels.errors import TKernelsError
 from tkernels.interpreter import overflow_checks, watch_accesses
 from tkernels.launch import Door, jit_door
 from tkernels.mode import MODE
+from tkernels.names import suggest_name
 
 
 class AddressError(TKernelsError, RuntimeError):
@@ -24,7 +25,7 @@ class AddressError(TKernelsError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Extent:
+class Extent:
     """The elements of one tensor: base address, past-the-end address, item size, (size, stride in bytes) outermost
     first.
     """
@@ -36,22 +37,32 @@ class _Extent:
     dims: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(name: str, tensor: torch.Tensor) -> "_Extent":
+    def of(name: str, tensor: torch.Tensor) -> "Extent":
         itemsize = tensor.element_size()
         dims = [(n, s * itemsize) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and s > 0]
         dims.sort(key=lambda dim: -dim[1])
         last = sum((n - 1) * s for n, s in dims)
         end = tensor.data_ptr() + (last + itemsize if tensor.numel() else 0)
-        return _Extent(name, tensor.data_ptr(), end, itemsize, tuple(dims))
+        return Extent(name, tensor.data_ptr(), end, itemsize, tuple(dims))
 
     def holds(self, addresses: np.ndarray, width: int) -> np.ndarray:
         """Which addresses are elements of this tensor; exact for views whose strides nest, which all of ours do."""
+        inside, rest = self._rest(addresses, width)
+        return inside & (rest == 0) & (width == self.itemsize)
+
+    def covers(self, addresses: np.ndarray) -> np.ndarray:
+        """Which bytes are of an element of this tensor, whatever the width of an access to them."""
+        inside, rest = self._rest(addresses, 1)
+        return inside & (rest < self.itemsize)
+
+    def _rest(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which addresses lie between the first and the last element, and how far each is past an element's begin."""
         inside = (addresses >= self.start) & (addresses + width <= self.end)
         rest = np.where(inside, addresses - self.start, 0)
         for size, stride in self.dims:
             index = np.minimum(rest // stride, size - 1)
             rest = rest - index * stride
-        return inside & (rest == 0) & (width == self.itemsize)
+        return inside, rest
 
 
 def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -67,13 +78,23 @@ def place_of(arguments: Mapping[str, Any], address: int) -> str:
     return f"byte {address - tensors[near].data_ptr()} of {near!r}"
 
 
-def _extents(arguments: Mapping[str, Any]) -> list[_Extent]:
+def _extents(arguments: Mapping[str, Any]) -> list[Extent]:
     """Of the tensors of a launch, whatever shape its descriptors claim."""
-    return [_Extent.of(name, value) for name, value in _tensors(arguments).items()]
+    return [Extent.of(name, value) for name, value in _tensors(arguments).items()]
+
+
+def _refuse_unknown(kernel: Any, arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for an argument that the kernel has no parameter for, which the interpreter alone lets pass."""
+    names = getattr(kernel, "arg_names", arguments)
+    for name in arguments:
+        if name not in names:
+            known = f"it has {', '.join(names)}{suggest_name(name, names)}"
+            raise TypeError(f"{kernel.__name__}() has no parameter {name!r}: {known}")
 
 
 def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
     """The interpreter with the address and int32-overflow sanitizers on."""
+    _refuse_unknown(kernel, arguments)
     extents = _extents(arguments)
 
     def check(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:

@@ -9,25 +9,28 @@ from tkernels.config import Config
 from tkernels.contract import Contract, unpack
 from tkernels.device import device_facts
 from tkernels.errors import TKernelsError
-from tkernels.inputs import map_tensors, poison
+from tkernels.inputs import poison
 from tkernels.launch import Door, Kernel, Run
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.addresses import default_door
+from tkernels.verification.dry_run import dry_run
+from tkernels.verification.read_only import refusing_stores
 
 Place = Callable[[torch.Tensor], torch.Tensor]
 """Takes a tensor that was just filled and returns the one to use for it, with the same contents."""
 
-_FINITE = {torch.float16: 60000.0, torch.float8_e4m3fn: 448.0}
+Fill = Callable[[str, torch.dtype], float | int]
+"""(what a tensor is called, its dtype) -> what it begins as."""
 
 
 class NotZeroError(TKernelsError, RuntimeError):
     """A launch did not leave its zeroed workspace at zero: the next one would begin with what is there."""
 
 
-def finite_poison(dtype: torch.dtype) -> float | int:
-    """The other poison: finite where `poison` is NaN, a valid index where that is far outside everything."""
-    return _FINITE.get(dtype, 1e30) if dtype.is_floating_point else 0
+def nan_or_largest(name: str, dtype: torch.dtype) -> float | int:
+    """The usual poison, in everything."""
+    return poison(dtype)
 
 
 def wanted_outputs(contract: Contract, arguments: Mapping[str, Any]) -> list[str]:
@@ -43,18 +46,20 @@ def call(
     config: Config | None = None,
     *,
     door: Door | None = None,
-    fill: Callable[[torch.dtype], float | int] = poison,
+    fill: Fill = nan_or_largest,
     place: Place = lambda tensor: tensor,
     watch_zeroed: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Calls a variant on exactly these arguments (what it writes changes) and returns each result by name.
 
     The results are the outputs asked for and the written arguments. Every output and every workspace that is not
-    declared zero begins as `fill` of its dtype, where `place` puts it. `door` replaces the default, which checks
-    addresses where kernels are interpreted.
+    declared zero begins as `fill` says, outputs first, where `place`, asked right after it, puts it. `door` replaces
+    the default, which checks addresses where kernels are interpreted.
 
     Raises:
         NotZeroError: A workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
+        ReadOnlyError: An interpreted kernel stores to an argument that the op only reads, wrapped by the interpreter.
+        HostAccessError: The launcher reads a tensor's values on the host, or writes there what the op only reads.
         Whatever the variant raises.
     """
     contract, door = variant.contract, door or default_door()
@@ -72,7 +77,7 @@ def _launch(
     bound: Mapping[str, Any],
     config: Config | None,
     door: Door,
-    fill: Callable[[torch.dtype], float | int],
+    fill: Fill,
     place: Place,
     watch_zeroed: bool,
 ) -> dict[str, torch.Tensor]:
@@ -81,13 +86,18 @@ def _launch(
     facts = device_facts(device)
     config = config if config is not None else NEAREST.resolve(variant, axes, facts)  # an empty one is false
     allocated = contract.allocate_outputs(axes, bound, device)
-    outputs = map_tensors(allocated, lambda tensor: place(tensor.fill_(fill(tensor.dtype))))
+    outputs = {
+        name: tensor if tensor is None else place(tensor.fill_(fill(name, tensor.dtype)))
+        for name, tensor in allocated.items()
+    }
     buffers = variant.workspace(axes, config, facts)
     workspace = {
-        name: place(torch.full(b.shape, 0 if b.zeroed else fill(b.dtype), dtype=b.dtype, device=device))
+        name: place(torch.full(b.shape, 0 if b.zeroed else fill(name, b.dtype), dtype=b.dtype, device=device))
         for name, b in buffers.items()
     }
-    variant.run_launcher(Run(facts, config, workspace, door), outputs, bound)
+    run = Run(facts, axes, config, workspace, refusing_stores(door, contract, bound))
+    variant.run_launcher(run, outputs, bound)
+    dry_run(variant, bound, axes, config, facts)  # afterwards: what a launcher keeps by shape is a real tensor by now
     left = sorted(name for name, b in buffers.items() if b.zeroed and watch_zeroed and workspace[name].any())
     if left:
         raise NotZeroError(f"the launch did not leave its zeroed workspace at zero: {', '.join(left)}")

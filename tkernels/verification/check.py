@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Value, unpack
-from tkernels.device import INTERPRETER, device_facts
+from tkernels.contract import Axes, Case, Contract, unpack
+from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, outside_views, tensors_in, widen_floats
 from tkernels.launch import Door
 from tkernels.mode import MODE
-from tkernels.tuning import NEAREST, candidates
+from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import Verdict, judge
 from tkernels.verification.calls import NotZeroError, call, same_bits, wanted_outputs
+from tkernels.verification.draws import drawn_cases, wide_cases
+from tkernels.verification.kernel_errors import describe_error
 from tkernels.verification.offsets import check_offsets
 
 _BUILTIN = Path(__file__).parents[1]  # the tkernels package
@@ -144,7 +145,7 @@ def _run_and_judge(
     except NotZeroError as error:
         return "wrong", str(error), {}
     except (Exception, SystemExit) as error:  # a launcher that exits must not end us, least of all with status 0
-        return "failed", f"{type(error).__name__}: {error}", {}
+        return "failed", describe_error(error), {}
     if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
         return "wrong", reason, {}
     verdicts, reason = judge_results(variant, arguments, axes, got, slack)
@@ -159,7 +160,7 @@ def _offsets_fault(variant: Variant, case: Case, config: Config | None) -> str:
     try:
         check_offsets(variant, case, config)
     except (Exception, SystemExit) as error:
-        return f"offsets, on strides faked to 2**30: {type(error).__name__}: {error}"
+        return f"offsets, on strides faked to 2**30: {describe_error(error)}"
     return ""
 
 
@@ -255,91 +256,6 @@ def _moved_element(start: torch.Tensor, expected: torch.Tensor, end: torch.Tenso
     return Verdict(False, math.inf, None, index, float(start[index]), float(end[index]), reason)
 
 
-def chooser(seed: int) -> Choose:
-    """Draws axes with a seeded generator."""
-    generator = np.random.default_rng(seed)
-
-    def choose(name: str, candidates: Any) -> Value:
-        chosen: Value = candidates[int(generator.integers(len(candidates)))]
-        return chosen
-
-    return choose
-
-
-def count_programs(variant: Variant, case: Case, config: Config) -> int:
-    """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
-    total = 0
-
-    def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        nonlocal total
-        total += math.prod(grid)
-
-    call(variant, case.inputs, config, door=counting_door)
-    return total
-
-
-MAX_PROGRAMS = 8
-"""Of a drawn case: the interpreter's cost follows the number of programs, a fault shows itself in the first few."""
-
-
-def draw(
-    variant: Variant,
-    choose: Choose,
-    seed: int,
-    fixed: Axes | None = None,
-    device: torch.device | str = "cpu",
-    max_programs: int = MAX_PROGRAMS,
-    config: Config | None = None,
-    wide: bool = False,
-) -> tuple[Case, Config | None] | None:
-    """A case within the contract and a config of the variant (None for torch); None where the draw gives no such pair.
-
-    `wide`: as the contract's wide draws. `config` replaces the drawn one. A drawn config that would launch more than
-    `max_programs` gives way to the default; a case that the variant does not support, or that is too large even so, to
-    another draw.
-    """
-    contract = variant.contract
-    axes = contract.draw_axes(choose, fixed, wide)
-    case = contract.case(axes, seed, device)
-    bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
-    facts = device_facts(where)
-    if variant.unsupported_reason(bound, where, facts):
-        return None
-    if variant.kind != "triton":
-        return case, None
-    configs = (config,) if config is not None else candidates(variant, facts.arch)
-    chosen = configs[int(choose("config", range(len(configs))))]
-    for one in dict.fromkeys((chosen, configs[0])):
-        try:
-            count = count_programs(variant, case, one)
-        except (Exception, SystemExit):  # a launcher that raises is for `check_case` to report
-            return case, one
-        if count <= max_programs:
-            return case, one
-    return None
-
-
-def drawn_cases(
-    variant: Variant,
-    examples: int,
-    seed: int = 0,
-    fixed: Axes | None = None,
-    device: torch.device | str = "cpu",
-    max_programs: int = MAX_PROGRAMS,
-) -> Iterator[tuple[Case, Config | None]]:
-    """Seeded draws, exactly as many as asked; a ContractError where the variant supports next to none."""
-    found = tries = 0
-    while found < examples:
-        drawn = draw(variant, chooser(seed + tries), seed + tries, fixed, device, max_programs)
-        tries += 1
-        if drawn is not None:
-            found += 1
-            yield drawn
-        elif tries >= 200 and tries > 100 * (found + 1):
-            name = f"{variant.contract.name}.{variant.name}"
-            raise ContractError(f"{name}: {found} of {tries} draws are supported; fix axes that it supports")
-
-
 def drawn_results(
     variant: Variant,
     examples: int,
@@ -351,63 +267,6 @@ def drawn_results(
     """Checks a variant on seeded draws, one result each. `fixed` axes are held; `config` replaces the drawn ones."""
     for case, drawn_config in drawn_cases(variant, examples, seed, fixed, device):
         yield check_case(variant, case, config if config is not None else drawn_config)
-
-
-WIDE_SEED = 500_000
-"""Added to the seed of wide cases, so that no drawn case has the same."""
-_OWN_WIDE = 2
-_WIDE_PROGRAMS = 512
-"""The sizes bound the cost: a thousand keys or features in the interpreter's small blocks."""
-_WIDE_TRIES = 40
-
-
-_Plan = tuple[Axes, Config | None, bool]
-
-
-def _wide_plans(variant: Variant, fixed: Axes, config: Config | None, device: torch.device) -> list[_Plan]:
-    """(held axes, config, whether the rest is drawn wide) of each wide case."""
-    configs: list[Config | None] = [config]
-    if config is None and variant.kind == "triton":
-        arch = device_facts(device).arch
-        others = variant.default.values() if arch == INTERPRETER.arch else ()
-        configs = list(dict.fromkeys((variant.default_config(arch), *others)))
-    corners = variant.contract.corners.values()
-    fitting = [corner for corner in corners if all(fixed.get(name, value) == value for name, value in corner.items())]
-    plans: list[_Plan] = [({**corner, **fixed}, configs[0], False) for corner in fitting]
-    return plans + [(fixed, one, True) for one in (*configs[:1] * (_OWN_WIDE - 1), *configs)]
-
-
-def count_wide_cases(
-    variant: Variant, fixed: Axes | None = None, config: Config | None = None, device: torch.device | str = "cpu"
-) -> int:
-    """How many `wide_cases` there are at most."""
-    return len(_wide_plans(variant, fixed or {}, config, torch.device(device)))
-
-
-def wide_cases(
-    variant: Variant,
-    seed: int = 0,
-    fixed: Axes | None = None,
-    config: Config | None = None,
-    device: torch.device | str = "cpu",
-) -> Iterator[tuple[Case, Config | None]]:
-    """What ordinary draws leave out, the same for a seed: the contract's corners, and sizes as large as a model's.
-
-    All of these with the variant's default config; and, since the interpreter stands for every architecture, sizes as
-    large as a model's with each other one's default too. `config` replaces all of them. A case that the variant does
-    not support, or that the `fixed` axes leave no room for, is left out.
-    """
-    where = torch.device(device)
-    for index, (held, chosen, wide) in enumerate(_wide_plans(variant, fixed or {}, config, where)):
-        for attempt in range(_WIDE_TRIES):
-            number = seed + WIDE_SEED + index * _WIDE_TRIES + attempt
-            try:
-                drawn = draw(variant, chooser(number), number, held, where, _WIDE_PROGRAMS, chosen, wide)
-            except ContractError:  # the fixed axes leave no room
-                break
-            if drawn is not None:
-                yield drawn
-                break
 
 
 def wide_results(

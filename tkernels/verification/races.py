@@ -6,39 +6,35 @@ is a chain of edges from one to the other: a program's own order, and an atomic 
 an atomic with release semantics wrote (vector clocks as in Djit+, Pozniansky and Schuster, PPoPP 2003, kept per program
 as FastTrack does, Flanagan and Freund, PLDI 2009). A release is one thread's: it publishes what its program did before
 its last barrier, not what the other threads may still be doing (PTX memory model, causality order).
+
+The threads of one program race too: see `threads`.
 """
 
 import itertools
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
-import triton
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as triton_interpreter
 
-from tkernels import interpreter
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.errors import TKernelsError
 from tkernels.inputs import clone_inputs, roughen_floats
-from tkernels.interpreter import replaced_methods
+from tkernels.interpreter import element_bytes, replaced_methods
 from tkernels.launch import Door
 from tkernels.variant import Variant
 from tkernels.verification.addresses import place_of, sanitizing_door
 from tkernels.verification.calls import call
 from tkernels.verification.program_order import permuted_programs, programs_of
+from tkernels.verification.sites import Site, describe_site, kernel_site, result_is_used
+from tkernels.verification.threads import ThreadOrder, ThreadRace
 
 READ, WRITE, ATOMIC = range(3)
 _VERBS = {READ: "loads", WRITE: "stores", ATOMIC: "updates"}
-
-Site = tuple[str, ...]
-"""Where an access stands in the source, as "file:line in function": its own line first, then each caller's."""
 
 
 class RaceError(TKernelsError, RuntimeError):
@@ -89,6 +85,7 @@ class History:
         self._published = np.zeros_like(self._clocks)  # what a release of the program makes known
         self._pending = np.zeros_like(self._clocks)  # what single lanes have acquired, the others from a barrier on
         self._released: dict[int, np.ndarray] = {}
+        self.threads = ThreadOrder()
 
     def add(
         self,
@@ -110,6 +107,7 @@ class History:
 
     def add_barrier(self, program: int) -> None:
         """All threads of the program have done what stands before, and know what any of them has acquired."""
+        self.threads.add_barrier(program)
         self._clocks[program] = np.maximum(self._clocks[program], self._pending[program])
         self._published[program] = self._clocks[program]
         self._clocks[program, program] += 1
@@ -239,19 +237,6 @@ def _cells(accesses: list[Access], kinds: tuple[int, ...]) -> _Cells:
 
 _ACQUIRES = (ir.MEM_SEMANTIC.ACQUIRE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
 _RELEASES = (ir.MEM_SEMANTIC.RELEASE, ir.MEM_SEMANTIC.ACQUIRE_RELEASE)
-_NO_KERNELS = (str(Path(triton.__file__).parent), str(Path(__file__).parent), interpreter.__file__)
-_LAUNCH = triton_interpreter.GridExecutor.__call__.__code__
-
-
-def _site() -> Site:
-    """Where the program that now runs stands: its line, and each caller's up to the kernel's."""
-    frame: FrameType | None = sys._getframe(1)
-    lines = []
-    while frame is not None and frame.f_code is not _LAUNCH:
-        if not frame.f_code.co_filename.startswith(_NO_KERNELS):
-            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -271,26 +256,42 @@ class _Recorder:
         addresses, live = np.broadcast_arrays(pointers.data, mask)
         live = live.astype(bool)
         where = addresses[live].astype(np.int64)
-        width = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        width = element_bytes(pointers)
         stored = None
         if value is not None:
             kept = np.ascontiguousarray(np.broadcast_to(value.data, addresses.shape)[live])
             stored = kept.view(np.uint8).reshape(len(where), width)
-        self.history.add(kind, self.program, _site(), where, width, stored, releases)
+        site = kernel_site()
+        self.history.add(kind, self.program, site, where, width, stored, releases)
+        if kind != ATOMIC:
+            self.history.threads.add(self.program, addresses, live, site, stored)
         return where
 
-    def note_atomic(self, pointers: Any, mask: np.ndarray, sem: Any, scope: Any) -> None:
+    def note_atomic(self, pointers: Any, mask: np.ndarray, writes: np.ndarray, sem: Any, scope: Any) -> None:
+        """Notes the atomic of the lanes of `mask`; those of `writes`, a part of them, change what they read."""
         if scope == ir.MEM_SYNC_SCOPE.CTA:  # atomic for this program's own threads alone
             self.note(READ, pointers, mask)
-            self.note(WRITE, pointers, mask)
+            self.note(WRITE, pointers, writes)
             return
-        releases = sem in _RELEASES
-        where = self.note(ATOMIC, pointers, mask, releases=releases)
+        failed = self.note(ATOMIC, pointers, mask & ~writes)
+        written = self.note(ATOMIC, pointers, writes, releases=sem in _RELEASES)
+        # One thread makes a single atomic, and its result, where somebody reads it, reaches the others through a
+        # barrier. In PTX (Triton 3.7, sm_80 and sm_90), with x stored before and loaded after:
+        #     tl.atomic_add(c, 1)        seen = tl.atomic_add(c, 1)
+        #     st.global                  st.global
+        #     @%p1 atom.global           @%p1 atom.global
+        #                                @%p1 st.shared
+        #                                bar.sync 0
+        #                                ld.shared
+        #     ld.global                  ld.global
+        # Of a block each lane's result is its own thread's.
+        by_all = pointers.data.size == 1 and result_is_used()
+        if by_all:
+            self.history.threads.add_barrier(self.program)
         if sem in _ACQUIRES:
-            # A single atomic's result reaches all threads through a barrier; that of a block's lane is its thread's.
-            self.history.acquire(self.program, where, by_all=pointers.data.size == 1)
-        if releases:
-            self.history.release(self.program, where)
+            self.history.acquire(self.program, np.concatenate([failed, written]), by_all)
+        if sem in _RELEASES:
+            self.history.release(self.program, written)
 
 
 @contextmanager
@@ -311,12 +312,15 @@ def recorded_accesses(grid: tuple[int, ...]) -> Iterator[History]:
         return store(ptrs, value, mask, *rest)
 
     def noted_rmw(operation: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        recorder.note_atomic(ptr, mask.data, sem, scope)
+        live = np.broadcast_to(mask.data, ptr.data.shape).astype(bool)
+        recorder.note_atomic(ptr, live, live, sem, scope)
         return rmw(operation, ptr, val, mask, sem, scope)
 
     def noted_cas(ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        recorder.note_atomic(ptr, np.ones_like(ptr.data, dtype=bool), sem, scope)
-        return cas(ptr, cmp, val, sem, scope)
+        before = cas(ptr, cmp, val, sem, scope)
+        # A lane that does not find what it compares with writes nothing, and releases nothing.
+        recorder.note_atomic(ptr, np.ones_like(ptr.data, dtype=bool), before.data == cmp.data, sem, scope)
+        return before
 
     def noted_barrier() -> Any:
         recorder.history.add_barrier(recorder.program)
@@ -338,9 +342,18 @@ def describe_race(history: History, race: Race, grid: tuple[int, ...], arguments
     one, two = history.accesses[race.earlier], history.accesses[race.later]
 
     def told(access: Access) -> str:
-        return f"program {programs[access.program]} {_VERBS[access.kind]} it at {', called from '.join(access.site)}"
+        return f"program {programs[access.program]} {_VERBS[access.kind]} it at {describe_site(access.site)}"
 
     return f"nothing orders two accesses to {place_of(arguments, race.cell)}: {told(one)}; {told(two)}"
+
+
+def describe_thread_race(race: ThreadRace, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> str:
+    """The same of two threads of one program."""
+    place, program = place_of(arguments, race.address), programs_of(grid)[race.program]
+    return (
+        f"nothing orders two accesses to {place} of threads of program {program}, which need a tl.debug_barrier(): one "
+        f"stores it at {describe_site(race.earlier)}; another accesses it at {describe_site(race.later)}"
+    )
 
 
 ORDERS = (None, "reversed")
@@ -355,6 +368,8 @@ def racing_door(order: str | None) -> Door:
             sanitizing_door(kernel, grid, arguments, config)
         if race := history.find_race():
             raise RaceError(f"{kernel.__name__}: {describe_race(history, race, grid, arguments)}")
+        if threads := history.threads.race:
+            raise RaceError(f"{kernel.__name__}: {describe_thread_race(threads, grid, arguments)}")
 
     return door
 

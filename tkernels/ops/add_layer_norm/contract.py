@@ -50,7 +50,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         "residual": draws.laid_out(residual, axes["residual_layout"]),
         "weight": draws.laid_out(weight),
         "bias": draws.laid_out(bias),
-        "eps": 1e-5,
+        "eps": draws.epsilon(),
     }
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor, dtype_axis
-from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+from tkernels.inputs import LAYOUTS, ROW_KINDS, Draws, dtype_of
 
 
 def reference(
@@ -46,7 +46,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         "x": draws.laid_out(x, axes["layout"]),
         "residual": draws.laid_out(residual, axes["residual_layout"]),
         "weight": draws.laid_out(weight),
-        "eps": 1e-6,
+        "eps": draws.epsilon(),
     }
 
 
@@ -69,7 +69,7 @@ CONTRACT = Contract(
         dtype_axis("activation"),
         Choice("layout", LAYOUTS, "of x"),
         Choice("residual_layout", LAYOUTS, "of residual"),
-        Choice("values", KINDS),
+        Choice("values", ROW_KINDS),
     ),
     arguments={
         "x": Tensor("T H", "activation"),

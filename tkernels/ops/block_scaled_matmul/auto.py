@@ -6,12 +6,10 @@ Wins wherever the number of tokens varies: see `algorithms`.
 import torch
 
 from tkernels import Run, Variant
-from tkernels.contract import Value
-from tkernels.inputs import dtype_name
-from tkernels.ops.algorithms import Algorithms, split_k_or_tiled
+from tkernels.ops.algorithms import Algorithms
 from tkernels.ops.code_sums import unsupported_sums
 
-ALGORITHMS = Algorithms("block_scaled_matmul", ("split_k", "tiled"), split_k_or_tiled)
+ALGORITHMS = Algorithms("block_scaled_matmul", ("split_k", "tiled"))
 
 
 def launch(
@@ -24,9 +22,7 @@ def launch(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> None:
-    axes: dict[str, Value] = {"M": q.shape[0], "N": weight.shape[0], "K": q.shape[1]}
-    axes |= {"codes": dtype_name(q.dtype), "out": dtype_name(out_dtype)}
-    ALGORITHMS.launch(run, axes, out, q, scale, weight, weight_scale, bias, out_dtype)
+    ALGORITHMS.launch(run, out, q, scale, weight, weight_scale, bias, out_dtype)
 
 
 VARIANT = Variant(

@@ -95,7 +95,7 @@ CONTRACT = Contract(
         Choice("bias", (False, True)),
         Choice("layout", LAYOUTS, "of q and scale"),
         Choice("weight_layout", LAYOUTS, "of weight and weight_scale"),
-        Choice("values", (*KINDS, "zeros")),
+        Choice("values", (*KINDS, "zeros"), hiding=("zeros",)),
     ),
     constraints=(Constraint(f"K % {BLOCK} == 0"),),
     arguments={
@@ -124,6 +124,8 @@ CONTRACT = Contract(
         # Qwen3-4B's qkv, attention output, gate-up and down projections.
         for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728))
     },
+    # One tile of outputs, and a block of inputs more than the most splits: each would be one block, were there more.
+    corners={"most_splits": {"M": 1, "N": 64, "K": 33 * 128}},
     batching=row_batching("q", "scale"),
     work="gemm",
 )

@@ -153,6 +153,7 @@ def launch(
 
 VARIANT = Variant(
     wins="up to 32 tokens: as many programs as fill the device, and the tokens cost next to nothing beside the weight",
+    region={"M": (1, 32)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured, and as scaled_matmul's: four programs of 4 warps on a multiprocessor, each with three

@@ -104,6 +104,7 @@ def launch(
 
 VARIANT = Variant(
     wins="from a few dozen tokens on: 8-bit products at the matrix units' full rate, one scaling for 128 of them",
+    region={"M": (33, 2**31 - 1)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured. 128 deep is a group and a line of 128 bytes for each row of codes. Two tiles of sums

@@ -147,7 +147,7 @@ CONTRACT = Contract(
         Int("D", 1, 1024, (1, 16, 31, 64, 80), "head dim"),
         dtype_axis("kv", "float8_e4m3fn"),
         Choice("layout", (*_ORDERS, "joint"), "of the caches in memory"),
-        Choice("skipped", ("none", "some", "all"), "pairs of -1", wide=("none", "some")),
+        Choice("skipped", ("none", "some", "all"), "pairs of -1", wide=("none", "some"), hiding=("all",)),
         Choice("values", KINDS),
     ),
     arguments={

@@ -113,7 +113,7 @@ def bytes_moved(case: Case) -> int:
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 _INPUTS = (8, 64, 37, 72, 136, 256)
-_WIDE_INPUTS = (1280,)
+_WIDE_INPUTS = (640,)
 
 
 def _group_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -133,7 +133,7 @@ def _benchmark(tokens: int, outputs: int, inputs: int, group_size: int = 128, **
     plain: dict[str, Value] = {"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, "symmetric": False}
     sizes = {"M": tokens, "N": outputs, "K": inputs, "padding": 0, "group_size": group_size}
     dtypes = {"activation": "bfloat16", "weight": "bfloat16"}
-    return {**plain, **kind, **sizes, **dtypes, "order": "interleaved", "bias": False}
+    return {**plain, **kind, **sizes, **dtypes, "bias": False}
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
@@ -158,9 +158,22 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
 
 def _corners() -> dict[str, dict[str, Value]]:
     """Weights that are rare among the draws, each with code of its own in the kernels; of any coding."""
-    one: dict[str, Value] = {"M": 1, "order": "interleaved", "weight_layout": "padded"}
+    one: dict[str, Value] = {"M": 1, "weight_layout": "padded"}
     widths = {f"bits{bits}": {**one, "bits": bits} for bits in (2, 3, 8)}
-    return widths | {kind: {**one, kind: True} for kind in ("permuted", "sparse")}
+    kinds = {kind: {**one, kind: True} for kind in ("permuted", "sparse")}
+    # One table for thousands of inputs: their number is not drawn alone, for it is the size of the table's group too.
+    long: dict[str, Value] = {
+        **one,
+        "bits": 4,
+        "coding": "lookup",
+        "permuted": False,
+        "sparse": False,
+        "N": 8,
+        "padding": 0,
+    }
+    # The most tokens whose tiles unpack as they go.
+    most_tiled: dict[str, Value] = {"M": 511, "N": 32, "K": 128}
+    return widths | kinds | {"long_lookup": {**long, "K": 8320, "group_size": 8320}, "most_tiled": most_tiled}
 
 
 CONTRACT = Contract(

@@ -230,6 +230,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
 
 VARIANT = Variant(
     wins="one token: the weight's bytes are read once and nothing else costs",
+    region={"M": (1, 1)},
     launch=launch,
     configs=CONFIGS,
     # One warp over 128 outputs: each thread has 4 outputs of every row, as one 16-byte load, so a row's inputs serve

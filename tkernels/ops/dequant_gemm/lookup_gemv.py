@@ -141,6 +141,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
 
 VARIANT = Variant(
     wins="one token where codes are looked up: the weight's bytes are read once and its tables stay in registers",
+    region={"M": (1, 1)},
     launch=launch,
     configs=CONFIGS,
     # A sum for each weight of a tile: 64 x 64 of them are 32 registers in 4 warps, as many as leave room for the table

@@ -190,6 +190,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
 
 VARIANT = Variant(
     wins="two to 32 tokens: as many programs as fill the device, and the rows cost next to nothing beside the weight",
+    region={"M": (2, 32)},
     launch=launch,
     configs=CONFIGS,
     # 64 outputs are the least that Hopper's asynchronous matrix units take, and rows come by 8 there: 32 cost no more

@@ -108,8 +108,8 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         k, v = (draws.laid_out(x, axes["layout"]) for x in (k, v))
     slots = torch.full((tokens,), -1)
     count = 0 if axes["skipped"] == "all" else min(tokens, pages * page_size)
-    if axes["skipped"] == "some":
-        count -= int(draws.integers(0, count, ()))
+    if axes["skipped"] == "some" and count:
+        count -= int(draws.integers(0, count - 1, ()))
     rows = draws.permutation(tokens)[:count]
     slots[rows] = draws.permutation(pages * page_size)[:count]
     caches = [
@@ -166,7 +166,7 @@ CONTRACT = Contract(
         Choice("v_scale", (False, True)),
         Choice("layout", (*LAYOUTS, "fused"), "of k and v"),
         Choice("cache_layout", ("token_major", "head_major", "joint")),
-        Choice("skipped", ("none", "some", "all"), "rows whose slot is -1", wide=("none", "some")),
+        Choice("skipped", ("none", "some", "all"), "rows whose slot is -1", wide=("none", "some"), hiding=("all",)),
         Choice("values", KINDS),
     ),
     constraints=(KV_DTYPE,),

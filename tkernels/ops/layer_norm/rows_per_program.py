@@ -51,6 +51,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 
 VARIANT = Variant(
     wins="rows up to 2048 wide, many of them",
+    region={"H": (1, 2048), "T": (512, 2**31 - 1)},
     launch=launch,
     configs=TILE_CONFIGS,
     supports=supports,

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Scalar, Tensor, dtype_axis
-from tkernels.inputs import KINDS, Draws, dtype_of, poison, poisoned_views
+from tkernels.inputs import ROW_KINDS, Draws, dtype_of, poison, poisoned_views
 
 
 def reference(
@@ -130,7 +130,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         "sin": sin,
         "positions": draws.laid_out(positions),
         **weights,
-        "eps": 1e-6,
+        "eps": draws.epsilon(),
         "interleaved": bool(axes["interleaved"]),
     }
 
@@ -167,7 +167,7 @@ CONTRACT = Contract(
         Choice("k_weight", (True, False), "whether keys are normalized"),
         Choice("interleaved", (False, True)),
         Choice("layout", ("fused", "contiguous", "mixed", "head_major")),
-        Choice("values", KINDS),
+        Choice("values", ROW_KINDS),
     ),
     constraints=(Constraint("R <= D"), Constraint("q_weight == k_weight")),
     arguments={

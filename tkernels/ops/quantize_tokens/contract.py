@@ -129,7 +129,8 @@ CONTRACT = Contract(
         f"M={tokens},K={inputs},{codes}": {"M": tokens, "K": inputs, "activation": "bfloat16", "codes": codes}
         for tokens in (1, 64, 2048)
         # Qwen3-4B's hidden size, attention output and intermediate size: what its linear layers read.
-        for inputs in (2560, 4096, 9728)
+        # And Llama-3.1-405B's down projection's.
+        for inputs in (2560, 4096, 53248, 9728)
         for codes in ("float8_e4m3fn", "int8")
     },
     batching=row_batching("x"),

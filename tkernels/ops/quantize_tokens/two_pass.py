@@ -70,6 +70,7 @@ def launch(
 
 VARIANT = Variant(
     wins="rows wider than 32k, which would spill from one program's registers",
+    region={"K": (32769, 2**24)},
     launch=launch,
     configs=CONFIGS,
     supports=unsupported_codes,

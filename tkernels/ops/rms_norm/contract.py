@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, Int, Output, Scalar, Tensor, dtype_axis
-from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+from tkernels.inputs import LAYOUTS, ROW_KINDS, Draws, dtype_of
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,7 +34,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     tokens, hidden, dtype = int(axes["T"]), int(axes["H"]), dtype_of(axes["activation"])
     x = draws.normal((tokens, hidden), dtype, axes["values"])
     weight = draws.normal((hidden,), dtype)
-    return {"x": draws.laid_out(x, axes["layout"]), "weight": draws.laid_out(weight), "eps": 1e-6}
+    return {"x": draws.laid_out(x, axes["layout"]), "weight": draws.laid_out(weight), "eps": draws.epsilon()}
 
 
 def bytes_moved(case: Case) -> int:
@@ -55,7 +55,7 @@ CONTRACT = Contract(
         Int("H", 1, 65536, (1, 8, 31, 64, 100, 128, 257), "hidden size", wide=(1000, 2560, 4100)),
         dtype_axis("activation"),
         Choice("layout", LAYOUTS),
-        Choice("values", KINDS),
+        Choice("values", ROW_KINDS),
     ),
     arguments={"x": Tensor("T H", "activation"), "weight": Tensor("H", "activation"), "eps": Scalar(float, low=0)},
     outputs={"out": Output("T H", "activation")},
@@ -65,7 +65,8 @@ CONTRACT = Contract(
     default="row_per_program",
     benchmarks={
         f"T={tokens},H={hidden}": {"T": tokens, "H": hidden, "activation": "bfloat16"}
-        for tokens, hidden in ((4096, 1024), (1, 2560), (64, 2560), (4096, 2560), (8192, 4096))
+        # Qwen3's sizes, and Nemotron-4 340B's width.
+        for tokens, hidden in ((4096, 1024), (1, 2560), (64, 2560), (64, 18432), (4096, 2560), (8192, 4096))
     },
     batching=row_batching("x"),
 )

@@ -48,6 +48,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
 
 VARIANT = Variant(
     wins="rows wider than 16k, which would spill from one program's registers",
+    region={"H": (16385, 65536)},
     launch=launch,
     configs=CONFIGS,
     # 4096 over 8 warps: 16 elements a thread, two 16-byte loads in flight. Interpreted rows are short and cross blocks

@@ -124,13 +124,13 @@ CONTRACT = Contract(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
         Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(1, 16)),
         Int("N", 1, 2**24, (1, 8, 31, 40, 72), "output features", wide=(136,)),
-        Int("K", 1, MOST_INPUTS, (1, 8, 31, 64, 100, 257, 136), "input features", wide=(1280,)),
+        Int("K", 1, MOST_INPUTS, (1, 8, 31, 64, 100, 257, 136), "input features", wide=(640,)),
         Choice("codes", CODES, "dtype of q and weight"),
         dtype_axis("out"),
         Choice("bias", (False, True)),
         Choice("layout", LAYOUTS, "of q"),
         Choice("weight_layout", LAYOUTS, "of weight"),
-        Choice("values", (*KINDS, "zeros")),
+        Choice("values", (*KINDS, "zeros"), hiding=("zeros",)),
     ),
     arguments={
         "q": Tensor("M K", "codes"),
@@ -159,6 +159,8 @@ CONTRACT = Contract(
         for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728))
         for codes in ("float8_e4m3fn", "int8")
     },
+    # One tile of outputs, and a block of inputs more than the most splits: each would be one block, were there more.
+    corners={"most_splits": {"M": 1, "N": 64, "K": 33 * 128}},
     batching=row_batching("q", "scale"),
     work="gemm",
 )

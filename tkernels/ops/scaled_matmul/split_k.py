@@ -144,6 +144,7 @@ def launch(
 
 VARIANT = Variant(
     wins="up to 32 tokens: as many programs as fill the device, and the tokens cost next to nothing beside the weight",
+    region={"M": (1, 32)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured. 64 outputs are the least that Hopper's asynchronous matrix units take, and tokens come

@@ -98,6 +98,7 @@ def launch(
 
 VARIANT = Variant(
     wins="from a few dozen tokens on: 8-bit products at the matrix units' full rate",
+    region={"M": (33, 2**31 - 1)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured. 64 rows are the least that Hopper's asynchronous matrix units take, and 128 deep is a

@@ -189,7 +189,7 @@ CONTRACT = Contract(
         Int("page_size", 1, 65536, (1, 2, 3, 16), "tokens a page"),
         Choice("layout", LAYOUTS, "of the tables"),
         Choice("step", ("mixed", "decodes"), "tokens a sequence"),
-        Choice("padding", ("none", "some", "all"), "of sequences and tokens", wide=("none", "some")),
+        Choice("padding", ("none", "some", "all"), "of sequences and tokens", wide=("none", "some"), hiding=("all",)),
     ),
     arguments={
         "tokens": Tensor("T", "int64"),

@@ -64,6 +64,7 @@ def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
 
 VARIANT = Variant(
     wins="large batches: one wave of programs, whose next tiles are on their way while this one is computed",
+    region={"T": (256, 2**31 - 1)},
     launch=launch,
     configs=CONFIGS,
     # 8 programs of 4 warps fill half of a multiprocessor's 64 warps; three stages make up for the other half. gfx942

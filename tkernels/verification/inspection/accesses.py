@@ -70,27 +70,32 @@ def _innermost(loops: Sequence[range]) -> list[range]:
 
 # %k = tt.load %p, %mask, %other : tensor<64x128x!tt.ptr<bf16>> loc(#loc261)
 _ACCESS = re.compile(r"\btt\.(?:load|store) .*tensor<[\dx]+x!tt\.ptr<(\w+)>.*loc\(#(\w+)\)")
-_LOCATION = re.compile(r'^#(\w+) = loc\((?:"([^"]*)":(\d+):\d+|"[^"]*"\(#(\w+)\)|callsite\(#(\w+) at #\w+\))')
+_LOCATION = re.compile(r'^#(\w+) = loc\((?:"([^"]*)":(\d+):\d+|"[^"]*"\(#(\w+)\)|callsite\(#(\w+) at #(\w+)\))')
 _NARROW = re.compile(r"bf16|f16|f8\w+|i8")
+
+
+def source_frames(ttir: str) -> dict[str, tuple[str, ...]]:
+    """loc of TTIR ("loc20" of `loc(#loc20)`) -> "path/file.py:74" of the source, and of what inlined it, outwards."""
+    places: dict[str, tuple[str, tuple[str, ...]]] = {}  # loc -> (the line it is or "", the locs that it is made of)
+    for text in ttir.splitlines():
+        if found := _LOCATION.match(text):
+            loc, file, line, named, callee, caller = found.groups()
+            places[loc] = (f"{file}:{line}" if file else "", tuple(filter(None, (named, callee, caller))))
+
+    def frames(loc: str) -> tuple[str, ...]:
+        line, parts = places.get(loc, ("", ()))
+        return (line,) if line else tuple(frame for part in parts for frame in frames(part))
+
+    return {loc: frames(loc) for loc in places}
 
 
 def elements_by_line(ttir: str) -> dict[str, str]:
     """ "file.py:74" -> element type ("bf16") of each line that loads or stores 8-bit numbers or 16-bit floats."""
-    places: dict[str, tuple[str, str]] = {}  # loc -> (the line it is, "") or ("", the loc that it is about)
-    accesses: list[tuple[str, str]] = []
-    for text in ttir.splitlines():
-        if found := _LOCATION.match(text):
-            loc, file, line, named, callee = found.groups()
-            places[loc] = (f"{file.rsplit('/', 1)[-1]}:{line}", "") if file else ("", named or callee)
-        elif found := _ACCESS.search(text):
-            accesses.append((found.group(1), found.group(2)))
+    frames = source_frames(ttir)
     elements: dict[str, str] = {}
-    for element, loc in accesses:
-        line = ""
-        while not line and loc in places:
-            line, loc = places[loc]
-        if line and _NARROW.fullmatch(element):
-            elements[line] = element
+    for text in ttir.splitlines():
+        if (found := _ACCESS.search(text)) and _NARROW.fullmatch(found.group(1)) and frames.get(found.group(2)):
+            elements[frames[found.group(2)][0].rsplit("/", 1)[-1]] = found.group(1)
     return elements
 
 

@@ -23,10 +23,12 @@ from tkernels.launch import Kernel
 from tkernels.source_hash import source_hash
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
+from tkernels.verification.dry_run import refusing_host_access
 from tkernels.verification.inspection import amdgcn, sass
 from tkernels.verification.inspection.accesses import Code, access_shares, elements_by_line, narrow_accesses
 from tkernels.verification.inspection.occupancy import LIMITS, occupancy, resident_blocks
 from tkernels.verification.inspection.points import Point, UnalignedPointer, point
+from tkernels.verification.inspection.precision import lowered_precision
 from tkernels.verification.inspection.rows import CompiledKernel
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -98,7 +100,8 @@ def _launches(
     outputs = contract.allocate_outputs(here.axes, here.arguments, meta)
     door = Kernel(variant, NEAREST, {}, compiling_door)
     try:
-        door.launch_into(outputs, here.arguments, here.axes, meta, facts, config)
+        with refusing_host_access(contract, here.arguments):
+            door.launch_into(outputs, here.arguments, here.axes, meta, facts, config)
     except Exception as error:  # a launcher that does not take these arguments
         rows.append(replace(row, status="failed", reason=f"launcher: {type(error).__name__}: {error}"))
     return rows
@@ -133,6 +136,7 @@ def _read(row: CompiledKernel, binary: Any, log: str, facts: DeviceFacts, dump: 
         shared_bytes=metadata.shared,
         occupancy=round(occupancy(limits, metadata.num_warps, blocks), 4),
         code=_code_hash(texts.get("ptx") or texts["amdgcn"], metadata.name),
+        lowered=lowered_precision(texts["ttir"], texts.get("ptx", "")),
         **_of_code(code, texts["ttir"]),
     )
     if blocks == 0:

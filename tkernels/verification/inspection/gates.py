@@ -1,5 +1,6 @@
 """What a row must hold to: a gate that fails says what is wrong in a few words."""
 
+import re
 from collections.abc import Sequence
 
 from tkernels.verification.inspection.rows import CompiledKernel
@@ -9,6 +10,10 @@ _TILED = ("gemm", "prefill")
 
 _WGMMA = {"int8": "IGMMA", "float8_e4m3fn": "QGMMA"}
 """Hopper's asynchronous matrix instruction by the codes that it multiplies; of 16-bit floats it is HGMMA."""
+
+
+_NEVER = re.compile(r" (?:sums in|fast_(?:sin|cos|sincos|tan)f|(?:sin|cos)\.approx)")
+"""What no dtype forgives: a sum loses terms, and an angle of a long context has no digit after its turns."""
 
 
 def failures(row: CompiledKernel) -> list[str]:
@@ -22,14 +27,16 @@ def failures(row: CompiledKernel) -> list[str]:
     - Decode and the elementwise kernels: no main-loop access to 8- or 16-bit numbers, which is what caches, codes and
       activations are, is less than 16 bytes wide at aligned strides. An elementwise kernel without a loop is its own
       main loop; decode's second launch, which has none, writes a few rows.
+    - In fp32 nothing has fewer digits: no product in tf32, no approximation of a function. No sum has fewer in any
+      dtype, and no sine of an angle.
     """
     if row.status != "ok":
         return [] if row.status == "unsupported" else [row.reason]
-    found = _memory_failures(row) if row.point != "unaligned" else []
+    found = _memory_failures(row) if row.point not in ("unaligned", "fp32", "fp16") else []
     many_rows = max(int(row.axes.get(axis, 0)) for axis in ("M", "T")) > 64
     if row.default and row.work in _TILED and "BLOCK_M" in row.config and many_rows and row.arch == "sm_90":
         found += _product_failures(row)
-    return found
+    return found + _precision_failures(row)
 
 
 def _memory_failures(row: CompiledKernel) -> list[str]:
@@ -52,6 +59,11 @@ def _product_failures(row: CompiledKernel) -> list[str]:
     if is_product and row.axes.get("activation") != "float32" and wanted not in row.matrix_instructions:
         found.append(f"no {wanted}")
     return found
+
+
+def _precision_failures(row: CompiledKernel) -> list[str]:
+    lowered = [one for one in row.lowered if row.point == "fp32" or _NEVER.search(one)]
+    return [f"fewer digits than fp32's: {', '.join(lowered)}"] if lowered else []
 
 
 def failing(rows: Sequence[CompiledKernel]) -> list[str]:

@@ -4,8 +4,9 @@ Triton compiles for dtypes, for which integers are 1 or divisible by 16 and for 
 for values. So a benchmark point of the contract, with the strides that the engine passes, stands for all its like.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,14 @@ from tkernels.device import DeviceFacts
 from tkernels.inputs import map_tensors
 from tkernels.variant import Variant
 
-POINTS = ("engine", "fp8", "unaligned")
+POINTS = ("engine", "fp8", "fp32", "unaligned")
 """engine: the last of the contract's benchmark points that the variant supports. fp8: the same over an e4m3 cache with
-scales or of e4m3 codes, where the contract has such. unaligned: the same, strides odd, pointers on no more than an
+scales or of e4m3 codes, where the contract has such. fp32: the same in fp32, which shows what is computed in less
+(`precision`). unaligned: the same, strides odd, pointers on no more than an
 element's boundary. Beside these a contract names its own: see `Contract.inspected`."""
+
+OUTSIDE_POINTS = ("fp16",)
+"""The same in fp16, whose sums an outside kernel may have in fp16 too."""
 
 _FP8 = "float8_e4m3fn"
 _META = torch.device("meta")
@@ -56,15 +61,15 @@ def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = N
         A point whose `reason` says why the variant does not support it, where it does not.
     """
     contract = variant.contract
-    eight_bits = _in_fp8(contract) if name == "fp8" else {}
-    if (name == "fp8" and not eight_bits) or name not in (*POINTS, *contract.inspected):
+    dtypes = _DTYPES[name](contract) if name in _DTYPES else {}
+    if (name in _DTYPES and not dtypes) or name not in (*POINTS, *OUTSIDE_POINTS, *contract.inspected):
         return None
     wanted = contract.inspected.get(name, {})
     found: Point | None = None
     for axes in _candidates(contract, held or {}):
         if any(axes[axis] != value for axis, value in wanted.items()):
             continue
-        here = _bound(variant, name, {**axes, **eight_bits}, facts)
+        here = _bound(variant, name, {**axes, **dtypes}, facts)
         if here.reason is None:
             return here
         found = found or here
@@ -77,6 +82,19 @@ def _in_fp8(contract: Contract) -> dict[str, Value]:
         if name in contract.axis_by_name and contract.axis_by_name[name].allows(_FP8):
             return {name: _FP8, **more}
     return {}
+
+
+def _in_dtype(dtype: str, contract: Contract) -> dict[str, Value]:
+    """The dtypes of the computation that are this one where the contract allows it; none where it does not."""
+    axes = (contract.axis_by_name.get(name) for name in ("activation", "kv", "weight", "out"))
+    return {axis.name: dtype for axis in axes if axis is not None and axis.allows(dtype)}
+
+
+_DTYPES: Mapping[str, Callable[[Contract], dict[str, Value]]] = {
+    "fp8": _in_fp8,
+    "fp32": partial(_in_dtype, "float32"),
+    "fp16": partial(_in_dtype, "float16"),
+}
 
 
 def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:
@@ -100,6 +118,12 @@ def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:
 def _bound(variant: Variant, name: str, drawn: Axes, facts: DeviceFacts) -> Point:
     contract = variant.contract
     arguments = contract.bind_arguments((), contract.make_inputs(drawn, 0, _META))
+    try:  # as loading a model does
+        arguments = {
+            name: variant.prepare(one) if hasattr(one, "map_tensors") else one for name, one in arguments.items()
+        }
+    except Exception as error:  # a variant may be anyone's, and may read values, of which there are none here
+        return Point(name, drawn, drawn, arguments, f"its prepare does not work on meta tensors: {error}")
     arguments = map_tensors(arguments, lambda tensor: tensor.to(_META))
     for which in ("q", "k", "v"):
         if isinstance(heads := arguments.get(which), torch.Tensor) and heads.dim() == 3:

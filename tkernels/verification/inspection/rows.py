@@ -13,7 +13,7 @@ class CompiledKernel:
     status: ok; unsupported (the variant says so) or failed (the compiler says so, or it needs more shared memory than
         a block may have), each with its `reason`.
     default: the config is the variant's default for the architecture.
-    point: "engine", "fp8", "unaligned" or the contract's own (see `points`), or "axes" where axes were held by hand.
+    point: one of `points.POINTS` or the contract's own, or "axes" where axes were held by hand.
     registers: of a thread. spill_bytes: of a thread, in its code (NVIDIA: ptxas' spill stores or loads, whichever are
         more) or in scratch memory (AMD).
     shared_bytes: of a block. occupancy: resident warps over the most that a multiprocessor holds.
@@ -22,6 +22,7 @@ class CompiledKernel:
         counted once; bulk_copies (TMA) are counted beside them. loop: there is a main loop; where there is none, the
         whole kernel stands for it.
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
+    lowered: what has fewer digits than fp32's arithmetic, "file.py:line what" (see `precision`).
     launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
     workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
     work: what the op's time goes into, as its contract says.
@@ -52,6 +53,7 @@ class CompiledKernel:
     bulk_copies: int = 0
     loop: bool = False
     narrow: tuple[str, ...] = ()
+    lowered: tuple[str, ...] = ()
     workspace_bytes: int = 0
     compile_s: float | None = None
     code: str = ""
@@ -70,7 +72,8 @@ class CompiledKernel:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "CompiledKernel":
         """The inverse of `as_json`, after a passage through JSON."""
-        return CompiledKernel(**{**values, "grid": tuple(values["grid"]), "narrow": tuple(values["narrow"])})
+        lists = {name: tuple(values.get(name, ())) for name in ("grid", "narrow", "lowered")}
+        return CompiledKernel(**{**values, **lists})
 
     @staticmethod
     def parse(line: str) -> "CompiledKernel":

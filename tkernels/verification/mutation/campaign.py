@@ -1,15 +1,19 @@
 """A campaign: which mutants of a registry are tried, and what it comes to."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tkernels.variant import Variant
 from tkernels.verification.mutation.equivalent import EQUIVALENT, Equivalent
-from tkernels.verification.mutation.faults import KINDS, Mutant, mutants
+from tkernels.verification.mutation.faults import KERNEL_KINDS, Mutant, Part, mutants
+from tkernels.verification.mutation.launcher_faults import LAUNCHER_KINDS, launcher_mutants
+from tkernels.verification.mutation.launcher_targets import launcher_targets
 from tkernels.verification.mutation.pool import Fate, Pool, task
-from tkernels.verification.mutation.targets import targets
+from tkernels.verification.mutation.targets import Target, targets
 
+KINDS: Mapping[Part, tuple[str, ...]] = {"kernel": KERNEL_KINDS, "launcher": LAUNCHER_KINDS}
+"""The kinds of faults of each part of a variant."""
 SHARED = "shared"
 """Stands for the op of a function that several ops call."""
 VERIFIED_CASES = 1000
@@ -31,8 +35,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A trial's end. column: value, crash, equivalent, survived, does_not_compile or same_code; the last two do not
-    count. wrong: it was declared equivalent, and was killed.
+    """A trial's end. column: the fate's verdict, or equivalent; does_not_compile and same_code do not count.
+    wrong: it was declared equivalent, and was killed.
     """
 
     trial: Trial
@@ -66,13 +70,22 @@ class Score:
 
 
 def trials(
-    variants: Iterable[Variant], kinds: tuple[str, ...] = KINDS, declared: Sequence[Equivalent] = EQUIVALENT
+    variants: Iterable[Variant], kinds: Sequence[str] | None = None, declared: Sequence[Equivalent] = EQUIVALENT
 ) -> Iterator[Trial]:
-    """Every mutant of every device function that the Triton variants among these run."""
-    for target in targets(variants):
+    """Every mutant of every device function, and then of all host code, that the Triton variants among these run.
+
+    Args:
+        kinds: Those wanted; None is all.
+    """
+    chosen = list(variants)
+    found: list[tuple[Target, Part]] = [(target, "kernel") for target in targets(chosen)]
+    found += [(target, "launcher") for target in launcher_targets(chosen)]
+    for target, part in found:
         ops = {variant.contract.name for variant in target.variants}
         op = ops.pop() if len(ops) == 1 else SHARED
-        for mutant in mutants(target.file, target.functions, kinds):
+        wanted = tuple(kind for kind in KINDS[part] if kinds is None or kind in kinds)
+        plant = mutants if part == "kernel" else launcher_mutants
+        for mutant in plant(target.file, target.functions, wanted):
             known = next((entry for entry in declared if entry.is_of(op, mutant)), None)
             yield Trial(op, mutant, target.variants, known)
 

@@ -47,6 +47,12 @@ def _largest_in_any_dtype(function: str, load: str, op: str = "quantize_tokens")
     return Equivalent(op, function, "cast_removed", f"{load}.to(tl.float32)", load, why)
 
 
+def _swapped_terms(op: str, layout: str, tensors: str) -> Equivalent:
+    before, swapped = f"pointers('{layout}', {tensors})", tensors.replace("x, residual", "residual, x")
+    reason = "x and residual are added, and a sum has the same bits in either order"
+    return Equivalent(op, "launch", "tensors_swapped", before, f"pointers('{layout}', {swapped})", reason)
+
+
 _ROW = "quantize_tokens_row_per_program"
 
 EQUIVALENT: tuple[Equivalent, ...] = (
@@ -79,15 +85,26 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a maximum passes over NaN, and codes of what is masked off are not stored",
     ),
     Equivalent(
-        "dequant_gemm", "dequant_gemm_dequantize_then_matmul_outliers", "mask_dropped",
-        "tl.load(dense_ptrs, mask=mask)", "tl.load(dense_ptrs)",
-        "lanes past the last outlier read the first weight of all and store nothing",
-    ),
-    Equivalent(
         "dequant_gemm", "dequant_gemm_gemv_difference", "mask_shifted",
         "FIELD * WIDTH + BITS <= 23", "FIELD * WIDTH + BITS < 23",
         "a field that just fits is shifted down, and is the same number there",
     ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
+    _swapped_terms(
+        "add_rms_norm", "out[t] new_residual x[t] residual[t] weight", "out, new_residual, x, residual, weight"
+    ),
+    Equivalent(
+        "shared", "Algorithms.chosen", "bound_shifted", "wanted < 0", "wanted <= 0",
+        "the first algorithm of each op is what reasoning tries first wherever it takes so many tokens",
+    ),
+    Equivalent(
+        "dequant_gemm", "axes_of", "factor_dropped", "weight.places - inputs", "weight.places",
+        "a call's axes are the contract's; `auto` asks these what takes the weight, which no padding decides",
+    ),
+    Equivalent(
+        "step_inputs", "launch", "number_changed", "1", "2",
+        "a block holds more than one token, so that one and two take as many", nth=1,
+    ),
+    Equivalent("shared", "too_wide", "branch_negated", "instead", "not instead", "only a refusal's words differ"),
 )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Literal, TypeVar
 
 _HINT_KEYWORDS = frozenset(
     (
@@ -26,12 +27,17 @@ _MADE = ("zeros", "full")
 _SHAPED = frozenset((*_MADE, "reshape", "view", "broadcast_to", "permute", "trans"))
 
 
+Part = Literal["kernel", "launcher"]
+"""What a fault is planted in: a device function, or host code."""
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A source file with one fault. before, after: the expression that changed, at `line` of the original file; the
     `nth` such one of the function, from 0. source: the whole file with the fault in it.
     """
 
+    part: Part
     kind: str
     file: Path
     function: str
@@ -56,7 +62,7 @@ class Mutant:
 Replacement = tuple[ast.expr, ast.expr]
 
 
-def _called(node: ast.AST) -> str:
+def called_name(node: ast.AST) -> str:
     """The last part of a called function's name: "load" of `tl.load(...)`; "" where nothing is called by name."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
@@ -64,10 +70,10 @@ def _called(node: ast.AST) -> str:
     return ""
 
 
-def _parts(node: ast.AST) -> Iterator[ast.AST]:
+def parts_of(node: ast.AST) -> Iterator[ast.AST]:
     """The node and all below it that a fault may touch: no hints, no annotations, no docstrings."""
     yield node
-    name = _called(node)
+    name = called_name(node)
     for field, value in ast.iter_fields(node):
         if field in ("decorator_list", "annotation", "returns") or name in _NO_EFFECT:
             continue
@@ -75,12 +81,12 @@ def _parts(node: ast.AST) -> Iterator[ast.AST]:
         for child in children[:1] if name in _PROMISES and field == "args" else children:
             is_hint = isinstance(child, ast.keyword) and child.arg in _HINT_KEYWORDS
             if isinstance(child, ast.AST) and not is_hint:
-                yield from _parts(child)
+                yield from parts_of(child)
 
 
 def _body(function: ast.FunctionDef) -> Iterator[ast.AST]:
     for statement in function.body:
-        yield from _parts(statement)
+        yield from parts_of(statement)
 
 
 def _masks_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
@@ -90,7 +96,7 @@ def _masks_dropped(function: ast.FunctionDef) -> Iterator[Replacement]:
             bare = copy.copy(node)
             bare.keywords = [keyword for keyword in node.keywords if keyword.arg not in ("mask", "other")]
             yield node, bare
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and not _is_number(node.right):
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd) and not is_number(node.right):
             yield node, node.left
             yield node, node.right
 
@@ -122,7 +128,7 @@ def _axes_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
     """Of a reduction, of the grid, and of an expanded dim: x[:, None] and x[None, :]."""
     for node in _body(function):
         match node:
-            case ast.Call(args=[ast.Constant() as axis]) if _called(node) in ("program_id", "num_programs"):
+            case ast.Call(args=[ast.Constant() as axis]) if called_name(node) in ("program_id", "num_programs"):
                 yield axis, ast.Constant(0 if axis.value else 1)
             case ast.keyword(arg="axis", value=ast.Constant() as axis):
                 yield axis, ast.Constant(0 if axis.value else 1)
@@ -132,7 +138,7 @@ def _axes_swapped(function: ast.FunctionDef) -> Iterator[Replacement]:
                     yield node, ast.Subscript(value, swapped)
 
 
-def _is_number(node: ast.AST) -> bool:
+def is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
@@ -142,9 +148,11 @@ def _off_by_one(function: ast.FunctionDef) -> Iterator[Replacement]:
         match node:
             case ast.BinOp(op=ast.Add() | ast.Sub(), right=ast.Constant(value=1)):
                 yield node, node.left
-            case ast.Call(args=[pointer, *_]) if _called(node) in ("load", "store") or "atomic" in _called(node):
+            case ast.Call(args=[pointer, *_]) if called_name(node) in ("load", "store") or "atomic" in called_name(
+                node
+            ):
                 yield pointer, ast.BinOp(pointer, ast.Add(), ast.Constant(1))
-            case ast.Call() if _called(node) == "arange":
+            case ast.Call() if called_name(node) == "arange":
                 yield node, ast.BinOp(node, ast.Add(), ast.Constant(1))
 
 
@@ -159,14 +167,14 @@ def _constants_changed(function: ast.FunctionDef) -> Iterator[Replacement]:
             continue
         fixed.update(_fixed_parts(node))
         match node:
-            case ast.keyword(arg="other", value=ast.Constant(value=value) as lanes) if _is_number(lanes):
+            case ast.keyword(arg="other", value=ast.Constant(value=value) as lanes) if is_number(lanes):
                 nan = ast.Call(ast.Name("float"), [ast.Constant("nan")], [])
                 yield lanes, ast.Constant(2**31 - 1) if isinstance(value, int) else nan
-            case ast.Call() if _called(node) == "float":
+            case ast.Call() if called_name(node) == "float":
                 yield node, ast.Constant(0.0)
-            case ast.BinOp(op=ast.BitAnd(), right=ast.Constant(value=int() as bits) as mask) if _is_number(mask):
+            case ast.BinOp(op=ast.BitAnd(), right=ast.Constant(value=int() as bits) as mask) if is_number(mask):
                 yield mask, ast.Constant(bits // 2)
-            case ast.Constant(value=int() | float() as value) if _is_number(node):
+            case ast.Constant(value=int() | float() as value) if is_number(node):
                 yield node, ast.Constant(value + 1 if isinstance(value, int) else 2 * value or 1.0)
 
 
@@ -178,13 +186,13 @@ def _fixed_parts(node: ast.AST) -> Iterable[ast.AST]:
         case ast.Subscript(slice=index):
             return [index]
         case ast.keyword(arg="axis" | "dim" | "keep_dims" | "other", value=value):
-            return [value] if node.arg != "other" or _is_number(value) else []
-        case ast.BinOp(op=ast.BitAnd(), right=right) if _is_number(right):
+            return [value] if node.arg != "other" or is_number(value) else []
+        case ast.BinOp(op=ast.BitAnd(), right=right) if is_number(right):
             return [right]
-        case ast.Call() if _called(node) in ("program_id", "num_programs", "arange", "float"):
+        case ast.Call() if called_name(node) in ("program_id", "num_programs", "arange", "float"):
             return ast.iter_child_nodes(node)
-        case ast.Call(args=args) if _called(node) in _SHAPED:
-            return args[:1] if _called(node) in _MADE else args[1:]
+        case ast.Call(args=args) if called_name(node) in _SHAPED:
+            return args[:1] if called_name(node) in _MADE else args[1:]
     return []
 
 
@@ -201,7 +209,7 @@ def _accumulators_lowered(function: ast.FunctionDef) -> Iterator[Replacement]:
     carried: set[str] = set()
     for node in _body(function):
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if _called(made) in _MADE:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as made) if called_name(made) in _MADE:
                 kinds = {part.attr: part for part in ast.walk(made) if isinstance(part, ast.Attribute)}
                 if "float32" in kinds:
                     carried.add(name)
@@ -216,7 +224,9 @@ def _accumulators_lowered(function: ast.FunctionDef) -> Iterator[Replacement]:
 def _rounded_sum(statement: ast.stmt, carried: Set[str]) -> Iterator[Replacement]:
     """What a step of a loop makes of a carried sum, rounded to fp16."""
     match statement:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value) if name in carried and _called(value) not in _MADE:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value) if (
+            name in carried and called_name(value) not in _MADE
+        ):
             yield value, _rounded(value)
         case ast.AugAssign(target=ast.Name(id=name), value=value, op=ast.Add()) if name in carried:
             # (sum + value) rounded, less the sum: what has to be added for the sum to be of fp16's precision.
@@ -256,7 +266,7 @@ _WEAKER_SEMANTICS = ("acquire", "release", "relaxed")
 def _orders_weakened(function: ast.FunctionDef) -> Iterator[Replacement]:
     """An atomic that orders less, or for one program's threads alone; a barrier that is not there."""
     for node in _body(function):
-        if isinstance(node, ast.Call) and "atomic" in _called(node):
+        if isinstance(node, ast.Call) and "atomic" in called_name(node):
             given = {keyword.arg: keyword.value for keyword in node.keywords}
             semantics = ast.literal_eval(given["sem"]) if "sem" in given else "acq_rel"
             others = _WEAKER_SEMANTICS if semantics == "acq_rel" else _WEAKER_SEMANTICS[2:]
@@ -266,7 +276,7 @@ def _orders_weakened(function: ast.FunctionDef) -> Iterator[Replacement]:
                 weaker.keywords = [keyword for keyword in node.keywords if keyword.arg not in change]
                 weaker.keywords += [ast.keyword(name, ast.Constant(value)) for name, value in change.items()]
                 yield node, weaker
-        elif isinstance(node, ast.Call) and _called(node) == "debug_barrier":
+        elif isinstance(node, ast.Call) and called_name(node) == "debug_barrier":
             yield node, ast.Constant(None)
 
 
@@ -287,7 +297,7 @@ _SITES: dict[str, Callable[[ast.FunctionDef], Iterator[Replacement]]] = {
     "zero_point_dropped": _zero_points_dropped,
     ORDER_WEAKENED: _orders_weakened,
 }
-KINDS = tuple(_SITES)
+KERNEL_KINDS = tuple(_SITES)
 
 _ATOMS = ast.Name | ast.Call | ast.Subscript | ast.Attribute
 
@@ -299,23 +309,39 @@ def _splice(source: bytes, starts: list[int], old: ast.expr, new: ast.expr) -> s
     begin = starts[old.lineno - 1] + old.col_offset
     end = starts[old.end_lineno - 1] + old.end_col_offset
     text = ast.unparse(new)
-    if not (isinstance(new, _ATOMS) or _is_number(new)):
+    if not (isinstance(new, _ATOMS) or is_number(new)):
         text = f"({text})"
     return (source[:begin] + text.encode() + source[end:]).decode()
 
 
-def mutants(file: Path, functions: frozenset[str], kinds: tuple[str, ...] = KINDS) -> Iterator[Mutant]:
-    """Every mutant of the named functions of a file, function by function, in the order of `kinds` and of the file."""
+Code = TypeVar("Code", bound=ast.stmt)
+
+
+def mutants(file: Path, functions: frozenset[str], kinds: tuple[str, ...] = KERNEL_KINDS) -> Iterator[Mutant]:
+    """Every mutant of the named device functions of a file, function by function, in the order of `kinds` and of the
+    file.
+    """
     text = file.read_bytes()
+    for function in ast.parse(text).body:
+        if isinstance(function, ast.FunctionDef) and function.name in functions:
+            sites = {kind: _SITES[kind] for kind in kinds}
+            yield from planted("kernel", file, text, function.name, function, sites)
+
+
+def planted(
+    part: Part,
+    file: Path,
+    text: bytes,
+    name: str,
+    code: Code,
+    sites: Mapping[str, Callable[[Code], Iterable[Replacement]]],
+) -> Iterator[Mutant]:
+    """Every fault that the sites find in a piece of a file's code, planted."""
     starts = [0]
     starts += [index + 1 for index, byte in enumerate(text) if byte == ord("\n")]
-    for function in ast.parse(text).body:
-        if not isinstance(function, ast.FunctionDef) or function.name not in functions:
-            continue
-        for kind in kinds:
-            seen: dict[tuple[str, str], Iterator[int]] = {}
-            for old, new in _SITES[kind](function):
-                before, after = ast.unparse(old), ast.unparse(new)
-                nth = next(seen.setdefault((before, after), count()))
-                spliced = _splice(text, starts, old, new)
-                yield Mutant(kind, file, function.name, old.lineno, before, after, nth, spliced)
+    for kind, find in sites.items():
+        seen: dict[tuple[str, str], Iterator[int]] = {}
+        for old, new in find(code):
+            before, after = ast.unparse(old), ast.unparse(new)
+            nth = next(seen.setdefault((before, after), count()))
+            yield Mutant(part, kind, file, name, old.lineno, before, after, nth, _splice(text, starts, old, new))

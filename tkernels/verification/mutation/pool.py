@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from tkernels.device import TARGETS
 from tkernels.errors import TKernelsError
 from tkernels.isolation import Server, ServerError
 from tkernels.registry import Registry, builtin_ops
@@ -26,8 +27,14 @@ COMPILED_DRAWS = 16
 PROGRAMS = 8
 WALL_SECONDS = 1200.0
 """Of one task."""
+_COMPILING = ("compile", "inspect")
+"""Tasks whose process compiles: each has one of its own, for what stops at an intermediate form compiles no further."""
+_INTERPRETED = {"TRITON_INTERPRET": "1"}
 CASE_SECONDS = 20.0
 """Of processor time, for a case that takes an honest kernel well under one."""
+KILLED = ("value", "crash", "claim", "table", "inspection")
+"""How a mutant is noticed: by a wrong result; by an exception, a signal or a time-out; by a claim that it breaks (other
+bits in another batch or order, a race); by the recorded table of launches alone; by what its kernels compile to."""
 
 
 class MutationError(TKernelsError, RuntimeError):
@@ -38,8 +45,7 @@ class MutationError(TKernelsError, RuntimeError):
 class Fate:
     """What became of a mutant.
 
-    verdict: value or crash (killed by a wrong result; by an exception, a signal or a time-out), survived,
-    does_not_compile or same_code (these two are no mutants, and do not count).
+    verdict: one of KILLED, survived, does_not_compile or same_code (these two are no mutants, and do not count).
     variant: which one noticed, or the first that was asked. reason: what was noticed.
     """
 
@@ -54,7 +60,7 @@ class Fate:
 
     @property
     def killed(self) -> bool:
-        return self.verdict in ("value", "crash")
+        return self.verdict in KILLED
 
 
 class Pool:
@@ -77,12 +83,14 @@ class Pool:
         for server in self._servers:
             server.end()
 
-    def _server(self, interpret: bool) -> Server:
-        """This thread's own, started when it is first asked."""
-        name = "interpreting" if interpret else "compiling"
+    def _server(self, do: str) -> Server:
+        """This thread's own for such tasks, started when it is first asked."""
+        name = do if do in _COMPILING else "interpreting"
         server: Server | None = getattr(self._local, name, None)
         if server is None:
-            server = Server({"TRITON_INTERPRET": "1" if interpret else "0", "OMP_NUM_THREADS": "1"})
+            # Of a kernel that comes out of Triton's cache nobody says what it spills.
+            mode = {"TRITON_INTERPRET": "0", "TRITON_ALWAYS_COMPILE": "1"} if do in _COMPILING else _INTERPRETED
+            server = Server({**mode, "OMP_NUM_THREADS": "1"})
             server.load("tkernels.verification.mutation.worker:prepare_mutants", self._outside)
             setattr(self._local, name, server)
             self._servers.append(server)
@@ -95,7 +103,7 @@ class Pool:
         """
         answer: dict[str, Any] = {}
         try:
-            ending = self._server(interpret=task["do"] != "compile").run(task, answer.update, WALL_SECONDS)
+            ending = self._server(task["do"]).run(task, answer.update, WALL_SECONDS)
         except ServerError as error:
             raise MutationError(f"a mutation worker {error}") from None
         if "broken" in answer:
@@ -123,18 +131,22 @@ class Pool:
         Unless `compiled`, nobody asks the compiler whether it takes it. `thorough`: more draws before it has survived.
         """
         fate, case = self._checked(mutant, variants, seed, DRAWS)
+        compiled = compiled and mutant.part == "kernel"  # a fault in host code launches the kernels as they are
         if compiled and fate.killed:
             codes, reason = self._codes(mutant, fate.variant, seed, case)
             if None in codes and None not in self._codes(None, fate.variant, seed, case)[0]:
                 return replace(fate, verdict="does_not_compile", reason=reason)
         elif compiled:
             fate = self._compared(fate, variants, seed)
-        if thorough and fate.verdict == "survived":
+        if thorough and fate.verdict == "survived" and mutant.part == "launcher":
+            fate = self._inspected(fate, variants, seed)
+        elif thorough and fate.verdict == "survived":
             fate, _ = self._checked(mutant, variants, seed + ANOTHER_SEED, MORE_DRAWS // len(variants))
         return fate
 
     def _checked(self, mutant: Mutant, variants: Sequence[Variant], seed: int, draws: int) -> tuple[Fate, list[Any]]:
         """The fate on drawn cases, and the case that decided it, if one did."""
+        reason = ""
         for variant in variants:
             unfair: list[int] = []
             while True:
@@ -142,22 +154,35 @@ class Pool:
                 if answer["verdict"] == "original":
                     raise MutationError(f"a kernel that fails its own check has no mutants: {answer['reason']}")
                 if answer["verdict"] == "survived":
+                    reason = reason or answer.get("reason", "")
                     break
                 case = answer.get("case")
-                if case is None or self._is_fair(variant, seed, case, answer["stage"]):
+                if "stage" not in answer or self._is_fair(variant, seed, case, answer["stage"]):
                     fate = Fate(mutant, variant, answer["verdict"], answer["reason"])
                     return fate, [case] if case is not None else []
-                unfair.append(case["seed"])
-        return Fate(mutant, variants[0], "survived"), []
+                unfair.append(answer["case"]["seed"])
+        return Fate(mutant, variants[0], "survived", reason), []
 
-    def _is_fair(self, variant: Variant, seed: int, case: Mapping[str, Any], stage: str) -> bool:
-        """Whether the original passes this case. The error rule measures against torch's error, which is nearly none in
-        one case of hundreds, by luck: what fails there has not been shown to be wrong.
+    def _inspected(self, fate: Fate, variants: Sequence[Variant], seed: int) -> Fate:
+        """A survivor in host code, unless inspection has something against it on some architecture."""
+        for variant in variants:
+            for arch in TARGETS:
+                answer = self.ask({**task("inspect", fate.mutant, variant, seed), "arch": arch})
+                if answer["verdict"] != "survived":
+                    return Fate(fate.mutant, variant, answer["verdict"], answer["reason"])
+        return fate
+
+    def _is_fair(self, variant: Variant, seed: int, case: Mapping[str, Any] | None, stage: str) -> bool:
+        """Whether the original passes this case, or this stage where it has no cases. The error rule measures against
+        torch's error, which is nearly none in one case of hundreds, by luck: what fails there has not been shown to be
+        wrong.
         """
         key = json.dumps([variant.contract.name, variant.name, case, stage])
         if key not in self._fair:
-            answer = self.ask({**task("original", None, variant, seed), "cases": [case], "stage": stage})
-            if answer["verdict"] == "crash":  # which is nobody's luck
+            answer = self.ask(
+                {**task("original", None, variant, seed), "cases": [case] if case else [], "stage": stage}
+            )
+            if answer["verdict"] not in ("value", "survived"):  # which is nobody's luck
                 raise MutationError(f"a kernel that fails its own check has no mutants: {answer['reason']}")
             self._fair[key] = answer["verdict"] == "survived"
         return self._fair[key]
@@ -192,6 +217,7 @@ def task(do: str, mutant: Mutant | None, variant: Variant, seed: int, draws: int
         "op": variant.contract.name,
         "variant": variant.name,
         "source": None,
+        "part": mutant.part if mutant else "kernel",
         **fault,
         "seed": seed,
         "draws": draws,
@@ -199,7 +225,7 @@ def task(do: str, mutant: Mutant | None, variant: Variant, seed: int, draws: int
         "programs": PROGRAMS,
         "seconds": CASE_SECONDS,
         "skip": [],
-        "stages": _STAGES.get(mutant.kind if mutant else "", ("plain", "offsets")),
+        "stages": _STAGES.get(mutant.kind if mutant else "", ("plain", "offsets", "races")),
     }
 
 

@@ -1,6 +1,7 @@
 """Which functions are a kernel's source, and how a fault gets into them without any file being changed."""
 
 import importlib.util
+import linecache
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -50,6 +51,9 @@ def plant(variant: Variant, function: str, original: Path, mutated: Path) -> Non
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    # The interpreter rewrites a kernel from its source when it first runs it, by when the file may be gone.
+    text = mutated.read_text()
+    linecache.cache[str(mutated)] = (len(text), None, text.splitlines(keepends=True), str(mutated))
     for known in _functions(variant):
         if known.__name__ == function and Path(known.fn.__code__.co_filename) == original:
             vars(known).clear()

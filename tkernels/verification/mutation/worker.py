@@ -10,6 +10,7 @@ import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,16 @@ from tkernels.device import INTERPRETER
 from tkernels.inputs import clone_inputs, whole_storage
 from tkernels.isolation import Prepare
 from tkernels.registry import Registry, registry_of
-from tkernels.variant import Variant
+from tkernels.variant import Variant, as_it_is
+from tkernels.verification.ahead_of_time import activate
 from tkernels.verification.calls import call
-from tkernels.verification.check import check_case, drawn_cases, wide_cases
+from tkernels.verification.check import check_case
+from tkernels.verification.draws import drawn_cases, wide_cases
+from tkernels.verification.inspection import hosts
+from tkernels.verification.inspection.points import Point
+from tkernels.verification.mutation.inspected import Asked, asked_for, inspected_points, worse_compiled
+from tkernels.verification.mutation.launcher_targets import replanted
+from tkernels.verification.mutation.launches import Tried, broken_claim, described_launches, supports_case, tried
 from tkernels.verification.mutation.targets import plant
 from tkernels.verification.mutation.ttir import CodeReader
 from tkernels.verification.offsets import check_offsets
@@ -40,6 +48,8 @@ Drawn = tuple[Case, Config]
 Tell = Callable[[Answer], None]
 """Sends a part of the answer at once: what a process that dies has told is known."""
 Work = Callable[[Tell], Answer]
+CPU = torch.device("cpu")
+_CLAIMS_SECONDS = 240.0
 _RULE = "error beyond the rule"
 _WITHOUT_LIMIT = resource.getrlimit(resource.RLIMIT_AS)
 _LIMITED = (MAX_BYTES, _WITHOUT_LIMIT[1])
@@ -52,7 +62,11 @@ class Cases:
         self.registry = registry
         self._kept: dict[tuple[Any, ...], list[Drawn]] = {}
         self._wide: dict[tuple[Any, ...], list[Drawn]] = {}
+        self._points: dict[tuple[str, str], list[Point]] = {}
+        self._tried: dict[tuple[Any, ...], list[Tried]] = {}
         self._warm: dict[tuple[str, str], str] = {}
+        self._asked: dict[tuple[str, str, str], Asked] = {}
+        self._inspected: dict[tuple[str, str], list[Point]] = {}
         self._originals: tuple[tuple[Any, ...], list[tuple[Case, Config, list[torch.Tensor]]]] = ((), [])
 
     def variant(self, task: Mapping[str, Any]) -> Variant:
@@ -73,6 +87,43 @@ class Cases:
             own = variant.default_config(INTERPRETER.arch)
             self._wide[key] = [(case, own) for case, _ in wide_cases(variant, task["seed"], config=own)]
         return self._wide[key]
+
+    def tried(self, task: Mapping[str, Any], drawn: Sequence[Drawn]) -> list[Tried]:
+        """These cases, and as many that the variant as it is refuses, each with what it launches there."""
+        key = (task["op"], task["variant"], task["seed"], task["draws"], *task["skip"])
+        if key not in self._tried:
+            variant = self.variant(task)
+            self._tried[key] = [
+                tried(variant, case, config) for case, config in (*drawn, *self.refused(task, len(drawn)))
+            ]
+        return self._tried[key]
+
+    def points(self, task: Mapping[str, Any]) -> list[Point] | None:
+        """The benchmark points of the variant; None where a fault may be in what makes them, of a weight."""
+        key, variant = (task["op"], task["variant"]), self.variant(task)
+        if variant.prepare is not as_it_is:
+            return None
+        if key not in self._points:
+            self._points[key] = hosts.benchmark_points(variant)
+        return self._points[key]
+
+    def asked_for(self, task: Mapping[str, Any]) -> tuple[Asked, list[Point]]:
+        """What the variant has compiled for the task's architecture, and at which points."""
+        variant, name = self.variant(task), (task["op"], task["variant"])
+        if name not in self._inspected:
+            self._inspected[name] = inspected_points(variant)
+        key = (*name, task["arch"])
+        if key not in self._asked:
+            self._asked[key] = asked_for(variant, self._inspected[name], task["arch"])
+        return self._asked[key], self._inspected[name]
+
+    def refused(self, task: Mapping[str, Any], count: int) -> list[Drawn]:
+        """Drawn cases that the variant does not support: one with a fault in what it refuses may take them."""
+        variant = self.variant(task)
+        taking_all = replace(variant, supports=lambda axes, device: None)
+        found = drawn_cases(taking_all, count, task["seed"], max_programs=task["programs"])
+        kept = [(case, config) for case, config in found if config is not None]
+        return [one for one in kept if not supports_case(variant, one[0])]
 
     def originals(self, task: Mapping[str, Any]) -> list[tuple[Case, Config, list[torch.Tensor]]]:
         """The task's cases, each with the bytes that the variant as it is writes there. The last task's alone are kept:
@@ -153,6 +204,10 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     if wrong := cases.warm(variant, plain):
         return lambda tell: {"verdict": "original", "reason": wrong}
 
+    if task["part"] == "launcher":
+        tried, points = cases.tried(task, plain), cases.points(task)
+        return lambda tell: _check_launcher(task, variant, tried, points, tell)
+
     def run(tell: Tell) -> Answer:
         if task["source"] is not None:
             _plant(task, variant)
@@ -162,9 +217,48 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     return run
 
 
+def _check_launcher(
+    task: Mapping[str, Any], variant: Variant, tried: Sequence[Tried], points: Sequence[Point] | None, tell: Tell
+) -> Answer:
+    """What notices a fault in host code. A case at which the launches are the original's can show nothing."""
+    _limited(task["seconds"])
+    mutant = _plant(task, variant)
+    taken = [one for one in tried if mutant.unsupported_reason(one.axes, CPU, INTERPRETER) is None]
+    if not taken:
+        return {"verdict": "crash", "reason": "it refuses every case"}
+    changed = [one for one in taken if described_launches(mutant, one.case, one.config) != one.launches]
+    changed.sort(key=lambda one: one.programs)
+    drawn = [(one.case, one.config) for one in changed]
+    answer = _killed(mutant, {"plain": drawn}, task["seconds"], tell)
+    if answer["verdict"] == "survived":
+        answer["reason"] = f"{len(changed)} of {len(taken)} cases launch something else, and all are right"
+        tell({"case": None, "stage": "table"})
+        answer = _tabled(mutant, points) or answer
+    if answer["verdict"] == "survived" and (changed or _claims(mutant) != _claims(variant)):
+        tell({"case": None, "stage": "claims"})
+        _limited(_CLAIMS_SECONDS)
+        answer = broken_claim(mutant, task["seed"]) or answer
+    return answer
+
+
+def _tabled(variant: Variant, points: Sequence[Point] | None) -> Answer | None:
+    """What the recorded table of launches has against a variant."""
+    reason = hosts.difference(variant, hosts.read(), points)
+    return {"verdict": "table", "reason": reason} if reason else None
+
+
+def _claims(variant: Variant) -> tuple[bool, bool]:
+    return variant.deterministic, variant.batch_invariant
+
+
 def _original(task: Mapping[str, Any], cases: Cases) -> Work:
     """The variant as it is, on the cases that the task names, in the stage that it names."""
-    variant = cases.variant(task)
+    variant, survived = cases.variant(task), {"verdict": "survived"}
+    if task["stage"] == "table":
+        points = cases.points(task)
+        return lambda tell: _tabled(variant, points) or survived
+    if task["stage"] == "claims":
+        return lambda tell: broken_claim(variant, task["seed"]) or survived
     named = [(variant.contract.case(one["axes"], one["seed"]), Config.of(one["config"])) for one in task["cases"]]
     return lambda tell: _killed(variant, {task["stage"]: named}, task["seconds"], tell)
 
@@ -177,11 +271,11 @@ def _same_bits(task: Mapping[str, Any], cases: Cases) -> Work:
     variant, wanted = cases.variant(task), cases.originals(task)
 
     def run(tell: Tell) -> Answer:
-        _plant(task, variant)
+        mutant = _plant(task, variant)
         for case, config, written in wanted:
             _limited(task["seconds"])
             try:
-                got = _written_bytes(variant, case, config)
+                got = _written_bytes(mutant, case, config)
             except Exception as error:
                 return {"verdict": "different", "reason": f"{type(error).__name__}: {error} at {dict(case.axes)}"}
             if not all(torch.equal(one, other) for one, other in zip(written, got, strict=True)):
@@ -212,14 +306,39 @@ def _compile(task: Mapping[str, Any], cases: Cases) -> Work:
     return run
 
 
-def _plant(task: Mapping[str, Any], variant: Variant) -> None:
+def _plant(task: Mapping[str, Any], variant: Variant) -> Variant:
+    """The variant with the task's fault, which is there for the whole process."""
+    if task["part"] == "launcher":
+        return replanted(variant, Path(task["file"]), task["source"])
     with tempfile.TemporaryDirectory() as folder:
         mutated = Path(folder) / "mutant.py"
         mutated.write_text(task["source"])
         plant(variant, task["function"], Path(task["file"]), mutated)
+    return variant
 
 
-_TASKS = {"draw": _draw, "check": _check, "original": _original, "same_bits": _same_bits, "compile": _compile}
+def _inspect(task: Mapping[str, Any], cases: Cases) -> Work:
+    """Whether inspection, for the task's architecture, has something against a fault in host code."""
+    variant, arch = cases.variant(task), task["arch"]
+    before, points = cases.asked_for(task)
+
+    def run(tell: Tell) -> Answer:
+        try:
+            activate(arch)
+        except RuntimeError as error:  # a tool is missing
+            return {"broken": str(error)}
+        mutant = _plant(task, variant)
+        own = points if variant.prepare is as_it_is else inspected_points(mutant)
+        reason = worse_compiled(variant, mutant, before, own, arch)
+        return {"verdict": "inspection", "reason": reason} if reason else {"verdict": "survived"}
+
+    return run
+
+
+_TASKS = {
+    "draw": _draw, "check": _check, "original": _original, "same_bits": _same_bits, "compile": _compile,
+    "inspect": _inspect,
+}  # fmt: skip
 
 
 def prepare_mutants(outside: Mapping[str, Any]) -> Prepare:

@@ -8,10 +8,15 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Value
 from tkernels.device import INTERPRETER
+from tkernels.inputs import clone_inputs
 from tkernels.mode import MODE
 from tkernels.tuning import candidates
 from tkernels.variant import Variant
-from tkernels.verification.check import chooser, draw, outside_folder, replay_command
+from tkernels.verification.calls import call
+from tkernels.verification.check import outside_folder, replay_command
+from tkernels.verification.draws import chooser, draw
+from tkernels.verification.kernel_errors import describe_error
+from tkernels.verification.size_limits import first_supported
 
 
 def without_launches(variant: Variant) -> str | None:
@@ -29,6 +34,7 @@ class Sanitizer:
         finds: What it would find, in a few words.
         run: (variant, case, config) -> what is wrong, or None. An exception is a finding too.
         unfit: Variant -> why it cannot be put under this sanitizer, or None.
+        takes: Whether a case is one that it can try; another is drawn in the place of one that is not.
         draws: How many cases a run over the registry takes; with `each_config`, for each config of the variant.
         max_programs: Of a drawn case.
         fixed: Axes that every other draw holds, where the op has them.
@@ -39,6 +45,7 @@ class Sanitizer:
     finds: str
     run: Callable[[Variant, Case, Config | None], str | None]
     unfit: Callable[[Variant], str | None] = lambda variant: None
+    takes: Callable[[Case], bool] = lambda case: True
     draws: int = 6
     max_programs: int = 16
     each_config: bool = False
@@ -48,13 +55,14 @@ class Sanitizer:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a sanitizer found in a variant at a case."""
+    """What a sanitizer found in a variant at a case. is_raised: the message is that of an exception."""
 
     sanitizer: str
     variant: Variant
     case: Case
     config: Config | None
     message: str
+    is_raised: bool = False
 
     @property
     def replay(self) -> str:
@@ -80,8 +88,17 @@ def inspect_case(sanitizer: Sanitizer, variant: Variant, case: Case, config: Con
     try:
         message = sanitizer.run(variant, case, config)
     except (Exception, SystemExit) as error:
-        message = f"{type(error).__name__}: {error}"
+        return Finding(sanitizer.name, variant, case, config, describe_error(error), is_raised=True)
     return None if message is None else Finding(sanitizer.name, variant, case, config, message)
+
+
+def find_plain_fault(variant: Variant, case: Case, config: Config | None) -> str | None:
+    """What a call without a sanitizer raises; every sanitizer that calls the variant raises the same."""
+    try:
+        call(variant, clone_inputs(case.inputs), config)
+    except (Exception, SystemExit) as error:
+        return describe_error(error)
+    return None
 
 
 def planned_draws(
@@ -106,6 +123,36 @@ _MORE = 8
 """Times as many programs where no case was found: a config of 64 splits launches that many however small a case is."""
 
 
+def sanitizer_cases(
+    sanitizer: Sanitizer,
+    variant: Variant,
+    examples: int | None = None,
+    seed: int = 0,
+    fixed: Axes | None = None,
+    device: torch.device | str = "cpu",
+    config: Config | None = None,
+) -> Iterator[tuple[Case, Config | None]]:
+    """Draws the cases that a sanitizer takes. Fewer than planned where the variant supports, or the sanitizer takes,
+    next to none. One that takes nothing but in its region is drawn there.
+
+    `fixed` axes are held, and so is `config` where one is given.
+    """
+    known = variant.contract.axis_by_name
+    narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
+    configs: Sequence[Config | None] = _configs(sanitizer, variant, config) or (config,)
+    inside = bool(variant.region) and first_supported(variant, torch.device(device)) is None
+    for index in range(planned_draws(sanitizer, variant, examples, config)):
+        held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
+        wanted = configs[index % len(configs)]
+        for attempt in range(_TRIES):
+            number = seed + index + _APART * attempt
+            most = sanitizer.max_programs * (_MORE if attempt >= _TRIES // 2 else 1)
+            drawn = draw(variant, chooser(number), number, held, device, most, wanted, inside=inside)
+            if drawn is not None and sanitizer.takes(drawn[0]):
+                yield drawn
+                break
+
+
 def sanitized(
     sanitizer: Sanitizer,
     variant: Variant,
@@ -115,20 +162,6 @@ def sanitized(
     device: torch.device | str = "cpu",
     config: Config | None = None,
 ) -> Iterator[Finding | None]:
-    """Draws cases and puts each under the sanitizer. Fewer than planned where the variant supports next to none.
-
-    `fixed` axes are held, and so is `config` where one is given.
-    """
-    known = variant.contract.axis_by_name
-    narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
-    configs: Sequence[Config | None] = _configs(sanitizer, variant, config) or (config,)
-    for index in range(planned_draws(sanitizer, variant, examples, config)):
-        held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
-        wanted = configs[index % len(configs)]
-        for attempt in range(_TRIES):
-            number = seed + index + _APART * attempt
-            most = sanitizer.max_programs * (_MORE if attempt >= _TRIES // 2 else 1)
-            drawn = draw(variant, chooser(number), number, held, device, most, wanted)
-            if drawn is not None:
-                yield inspect_case(sanitizer, variant, *drawn)
-                break
+    """Puts each case of `sanitizer_cases` under the sanitizer."""
+    for case, chosen in sanitizer_cases(sanitizer, variant, examples, seed, fixed, device, config):
+        yield inspect_case(sanitizer, variant, case, chosen)

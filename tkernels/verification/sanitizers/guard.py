@@ -20,6 +20,7 @@ from tkernels.isolation import Tell, run_forked
 from tkernels.launch import jit_door
 from tkernels.variant import Variant
 from tkernels.verification.calls import Place, call
+from tkernels.verification.kernel_errors import describe_error
 from tkernels.verification.sanitizers.base import Sanitizer
 
 SECONDS = 60.0
@@ -93,7 +94,7 @@ def crash_of(function: Callable[[], None], seconds: float = SECONDS) -> str | No
         try:
             function()
         except Exception as error:
-            tell(f"{type(error).__name__}: {error}"[:4000])
+            tell(describe_error(error)[:4000])
 
     raised: list[str] = []
     ending = run_forked(work, raised.append, seconds)

@@ -31,6 +31,7 @@ from tkernels.inputs import map_tensors
 from tkernels.interpreter import overflow_checks, replaced_methods
 from tkernels.launch import Run, jit_door
 from tkernels.variant import Variant
+from tkernels.verification.kernel_errors import describe_error
 from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_pointer
 
 _ELEMENTS = 2**31
@@ -47,6 +48,10 @@ _DEVICE = replace(INTERPRETER, multiprocessors=2**31 - 1)
 
 class OversizeError(TKernelsError, RuntimeError):
     """A launch fails at a size that its contract allows and its variant says it supports."""
+
+
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+"""Programs in each dim of a grid, on every NVIDIA GPU (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 
 class _EnoughError(Exception):
@@ -151,12 +156,21 @@ def _ends_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any],
         ends = replaced_methods(
             set_grid_dim=lambda *one: set_dim(*whole), set_grid_idx=lambda *zero, p=program: set_program(*p)
         )
-        with ends, floats_untouched(watch), overflow_checks():
+        with ends, floats_untouched(arguments, watch), overflow_checks():
             try:
                 jit_door(kernel, (1, 1, 1), pointers, config)
             except Exception as error:
                 if not isinstance(error.__cause__, _EnoughError):
                     raise
+
+
+def _batch_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+    """The same for a batch that is huge, whose grid must be one that can be launched. The other sizes are a model's,
+    and with the interpreter's small tiles their grids are larger than a GPU's.
+    """
+    if any(n > most for n, most in zip(grid, _GRID_LIMITS, strict=False)):
+        raise OversizeError(f"{kernel.__name__}: a grid of {grid}; at most {_GRID_LIMITS} can be launched")
+    _ends_door(kernel, grid, arguments, config)
 
 
 def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
@@ -183,9 +197,10 @@ def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
         )
         buffers = variant.workspace(axes, config, _DEVICE).items()
         workspace = {key: _allocate_huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
+        door = _batch_door if contract.axis_by_name[name].batch else _ends_door
         try:
-            variant.run_launcher(Run(_DEVICE, config, workspace, _ends_door), outputs, arguments)
+            variant.run_launcher(Run(_DEVICE, axes, config, workspace, door), outputs, arguments)
         except Exception as error:
-            raise OversizeError(f"at {name} = {size}: {type(error).__name__}: {error}") from error
+            raise OversizeError(f"at {name} = {size}: {describe_error(error)}") from error
         ran[name] = size
     return ran
