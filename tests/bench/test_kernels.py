@@ -26,7 +26,7 @@ def subjects() -> list[Any]:
     """A parameter set for each op, point and variant that can be timed on this device."""
     found = []
     for op in with_peers(OPS).values():
-        for point, axes in benchmark_points(op.contract, DEVICE).items():
+        for point, axes in benchmark_points(op.contract, DEVICE, op.variants.values()).items():
             for variant in op.variants.values():
                 if _can_be_timed(variant, axes):
                     dtype = str(axes.get("activation", ""))

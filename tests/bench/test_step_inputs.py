@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.tsched.schedulers import build_scheduler
+from tkernels.runtime import HostRuntime
 from tmodel.batch import Batch
 from tsched.execution.batch_builder import BatchBuilder
 from tsched.execution.device_state import DeviceState
@@ -16,7 +17,6 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.step_plan import StepPlan
 
 NUM_SEQS, BLOCK_SIZE = 256, 16
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("churn", [0, 1], ids=["steady", "churn"])
@@ -36,7 +36,7 @@ def test_building_a_decode_step(benchmark: Any, context: int, churn: int) -> Non
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for i in range(NUM_SEQS):
         scheduler.add(i, np.ones(context - i % BLOCK_SIZE, dtype=np.int64), params)
-    state = DeviceState(scheduler.table, CPU)
+    state = DeviceState(scheduler.table, HostRuntime())
     builder = BatchBuilder(scheduler.table, state)
     next_id = NUM_SEQS
 

@@ -1,6 +1,9 @@
 """Variant files for tests: correct, wrong and broken ones, written into a folder as an outsider would."""
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from tkernels import OPS
 
 DOUBLED = """
 import torch
@@ -46,4 +49,24 @@ def write_variant(folder: Path, *changes: tuple[str, str], op: str = "swiglu", n
         source = source.replace(before, after)
     (folder / op).mkdir(parents=True, exist_ok=True)
     (folder / op / f"{name}.py").write_text(source)
+    return folder
+
+
+def write_copy(folder: Path, original: str, name: str, *changes: tuple[str, str], first: Sequence[str] = ()) -> Path:
+    """`<folder>/<op>/<name>.py` with the source of a built-in variant, "op.variant", or of `swiglu.doubled`.
+
+    changes: Replacements in it.
+    first: Lines that its launcher begins with.
+    """
+    op, variant = original.split(".")
+    source = DOUBLED if original == "swiglu.doubled" else OPS[op].variants[variant].file.read_text()
+    for before, after in changes:
+        assert before in source, before
+        source = source.replace(before, after)
+    head, launcher = source.split("def launch(")
+    signature, body = launcher.split("-> None:\n", 1)
+    begin = "".join(f"    {line}\n" for line in first)
+    source = f"{head}def launch({signature}-> None:\n{begin}{body}"
+    (folder / op).mkdir(parents=True, exist_ok=True)
+    (folder / op / f"{name}.py").write_text(source.replace(f"{op}_{variant}", f"{op}_{name}"))
     return folder

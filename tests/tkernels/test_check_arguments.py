@@ -11,7 +11,7 @@ from tkernels.contract import Tensor
 from tkernels.launch import Kernel
 from tkernels.overlap import overlap_each_other, overlaps_itself
 from tkernels.tuning import NEAREST
-from tkernels.verification.check import drawn_cases
+from tkernels.verification.draws import drawn_cases
 
 
 def two_apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from tkernels.batching import lay_out_like
 from tkernels.contract import unpack
 from tkernels.inputs import clone_inputs, widen_floats
 from tkernels.verification.calls import first_difference, wanted_outputs
-from tkernels.verification.check import drawn_cases
+from tkernels.verification.draws import drawn_cases
 from tkernels.verification.sanitizers.base import sanitized, unfit_reason
 from tkernels.verification.sanitizers.batch import draw_surroundings
 from tkernels.verification.sanitizers.suite import SANITIZERS

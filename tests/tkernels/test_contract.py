@@ -10,7 +10,7 @@ from tkernels import OPS, Constraint, ContractError, Tensor
 from tkernels.contract import Value
 from tkernels.dims import Dim
 from tkernels.inputs import clone_inputs
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:

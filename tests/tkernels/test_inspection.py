@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import triton
 
 from tkernels import OPS, Config
 from tkernels.device import TARGETS
@@ -11,6 +12,7 @@ from tkernels.verification.inspection import amdgcn, expected, gates, sass
 from tkernels.verification.inspection.accesses import access_shares, elements_by_line, narrow_accesses
 from tkernels.verification.inspection.compile import compile_point
 from tkernels.verification.inspection.occupancy import LIMITS, occupancy, resident_blocks
+from tkernels.verification.inspection.precision import lowered_precision
 from tkernels.verification.inspection.rows import CompiledKernel
 
 SASS = """\t.section\t.text.some_kernel,"ax",@progbits
@@ -71,6 +73,45 @@ def test_narrow_accesses_are_those_of_small_floats_by_their_source_line() -> Non
     elements = elements_by_line(TTIR)
     assert elements == {"kernel.py:10": "bf16", "kernel.py:12": "f8E4M3FN"}
     assert narrow_accesses(sass.parse(SASS).main_loop(), elements) == ("kernel.py:10 bf16 2", "kernel.py:10 bf16 8")
+
+
+LOWERED = """#loc = loc("/a/kernel.py":1:0)
+    %a = tt.dot %x, %y, %a, inputPrecision = tf32 : tensor<4x8xf32> * tensor<8x4xf32> -> tensor<4x4xf32> loc(#l12)
+    %b = tt.dot %x, %y, %a, inputPrecision = tf32x3 : tensor<4x8xf32> * tensor<8x4xf32> -> tensor<4x4xf32> loc(#l12)
+    %c = tt.dot %x, %y, %a, inputPrecision = tf32 : tensor<4x8xbf16> * tensor<8x4xbf16> -> tensor<4x4xf32> loc(#l12)
+    %d = tt.dot %x, %y, %a : tensor<4x8xf16> * tensor<8x4xf16> -> tensor<4x4xf16> loc(#l13)
+    %e = tt.dot %x, %y, %a {maxNumImpreciseAcc = 32 : i32} : EIGHT -> tensor<4x4xf32> loc(#l13)
+    %f = tt.dot %x, %y, %a {maxNumImpreciseAcc = 64 : i32} : EIGHT -> tensor<4x4xf32> loc(#l14)
+    %g = tt.extern_elementwise %x {symbol = "__nv_fast_sinf"} : (tensor<64xf32>) -> tensor<64xf32> loc(#l15)
+    %h = tt.extern_elementwise %x {symbol = "__nv_sinf"} : (tensor<64xf32>) -> tensor<64xf32> loc(#l15)
+    %i = tt.elementwise_inline_asm "tanh.approx.f32 $0, $1;" {} %x : tensor<4xf32> -> tensor<4xf32> loc(#l15)
+    %j = tt.elementwise_inline_asm "ex2.approx.ftz.f32 $0, $1;" {} %x : tensor<4xf32> -> tensor<4xf32> loc(#l15)
+    %k = "tt.reduce"(%x) <{axis = 0 : i32}> ({
+    ^bb0(%l: bf16 loc(unknown), %m: bf16 loc(unknown)):
+      %n = arith.addf %l, %m : bf16 loc(#l2)
+      tt.reduce.return %n : bf16 loc(#l2)
+    }) : (tensor<64xbf16>) -> bf16 loc(#l20)
+    %o = arith.addf %l, %m : f16 loc(#l15)
+#l2 = loc("TRITON/language/standard.py":290:12)
+#l12 = loc("/a/kernel.py":12:4)
+#l13 = loc("/a/kernel.py":13:20)
+#l14 = loc("/a/kernel.py":14:2)
+#l15 = loc("/a/kernel.py":15:2)
+#l16 = loc("/a/kernel.py":16:2)
+#l20 = loc(callsite(#l2 at #l16))
+"""
+
+
+def test_what_has_fewer_digits_than_fp32_is_named_with_the_line_of_its_own_file() -> None:
+    text = LOWERED.replace("TRITON", str(Path(triton.__file__).parent))
+    text = text.replace("EIGHT", "tensor<4x32xf8E4M3FN> * tensor<32x4xf8E4M3FN>")
+    assert lowered_precision(text, "") == (
+        "kernel.py:12 product in tf32", "kernel.py:13 sums in f16", "kernel.py:14 sums in the units",
+        "kernel.py:15 fast_sinf", "kernel.py:15 tanh.approx.f32", "kernel.py:16 sums in bf16",
+    )  # fmt: skip
+    assert lowered_precision("", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f1}") == (
+        "inline assembly: product in tf32",
+    )
 
 
 def test_amd_text_is_read_with_its_lines_and_widths() -> None:
@@ -154,6 +195,12 @@ def test_good_rows_pass_the_gates() -> None:
         (replace(MATMUL, axes={"M": 2048, "codes": "int8"}), "no IGMMA"),
         (replace(MATMUL, axes={"M": 2048, "codes": "float8_e4m3fn"}), "no QGMMA"),
         (replace(MATMUL, config={"BLOCK_M": 32}), "tile of 32 rows, 64 are the least"),
+        (
+            replace(DECODE, point="fp32", lowered=("a.py:1 product in tf32",)),
+            "fewer digits than fp32's: a.py:1 product in tf32",
+        ),
+        (replace(DECODE, lowered=("a.py:1 sums in f16",)), "fewer digits than fp32's: a.py:1 sums in f16"),
+        (replace(DECODE, lowered=("a.py:1 sin.approx.f32",)), "fewer digits than fp32's: a.py:1 sin.approx.f32"),
     ],
 )
 def test_a_row_that_fails_a_gate_is_named(row: CompiledKernel, words: str) -> None:
@@ -164,6 +211,8 @@ def test_a_row_that_fails_a_gate_is_named(row: CompiledKernel, words: str) -> No
 def test_gates_spare_what_they_are_not_about() -> None:
     assert gates.failures(replace(DECODE, point="unaligned", spill_bytes=8, narrow=("a.py:1 bf16 2",))) == []
     assert gates.failures(replace(DECODE, default=False, spill_bytes=8)) == []
+    assert gates.failures(replace(DECODE, lowered=("a.py:1 product in tf32", "a.py:1 tanh.approx.f32"))) == []
+    assert gates.failures(replace(DECODE, point="fp32", spill_bytes=8)) == []
     assert gates.failures(replace(DECODE, loop=False, launch=1, narrow=("a.py:1 bf16 2",))) == []
     int8 = replace(MATMUL, axes={"M": 2048, "codes": "int8"}, matrix_instructions={"IGMMA": 4})
     assert gates.failures(int8) == []

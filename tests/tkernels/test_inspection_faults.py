@@ -46,6 +46,17 @@ def test_a_spill_from_a_block_too_large_in_a_default_config_is_red(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_a_launcher_that_reads_values_and_catches_what_torch_raises_is_red_with_its_line(tmp_path: Path) -> None:
+    shape = "    tokens, width = out.shape\n"
+    caught = "    try:\n        gate_up.max().item()\n    except RuntimeError:\n        pass\n"
+    rows = compiled(tmp_path, (shape, shape + caught))
+    assert [row.status for row in rows] == ["ok", "failed"]
+    assert rows[1].reason.startswith("launcher: HostAccessError: the launcher reads a tensor's values on the host")
+    assert "by item at " in rows[1].reason
+    assert "doubled.py:25 in launch" in rows[1].reason
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "gfx942"])
 def test_a_narrowed_load_is_red_with_its_source_line(tmp_path: Path, arch: str) -> None:
     (row,) = compiled(tmp_path, ("+ width + offs", "+ width - 1 + offs"), arch=arch)
@@ -92,14 +103,14 @@ VARIANT = Variant(wins="never", launch=launch, default={"": Config(BLOCK_M=64)},
 """
 
 
-def gemm(folder: Path, *faults: tuple[str, str]) -> CompiledKernel:
+def gemm(folder: Path, *faults: tuple[str, str], point: str = "engine") -> CompiledKernel:
     source = GEMM
     for before, after in faults:
         assert before in source
         source = source.replace(before, after)
     (folder / "matmul").mkdir(exist_ok=True)
     (folder / "matmul" / "plain.py").write_text(source)
-    (row,) = compile_for(["sm_90"], ["matmul.plain"], ops=OPS.with_variants_from(folder))
+    (row,) = compile_for(["sm_90"], ["matmul.plain"], ops=OPS.with_variants_from(folder), points=[point])
     return row
 
 
@@ -134,3 +145,91 @@ def test_a_fault_in_a_built_in_variant_is_worse_than_the_expected_table() -> Non
     assert expected.regressions(row, narrowed) == [
         "narrower: bf16 2", "0% of the main loop's bytes in 16-byte accesses, 100% before",
     ]  # fmt: skip
+
+
+GELU = """
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from tkernels import Config, Run, Variant
+from tkernels.language import INTERPRETING
+
+
+@triton.jit
+def tanh(x):
+    if INTERPRETING:
+        return 2 * tl.sigmoid(2 * x) - 1
+    else:
+        return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def gelu_plain(out_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < size).to(tl.float32)
+    out = x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))) / 2
+    tl.store(out_ptr + offs, out.to(out_ptr.dtype.element_ty), mask=offs < size)
+
+
+def launch(run: Run, out, x, tanh):
+    run.launch(gelu_plain, (triton.cdiv(x.numel(), 1024),), out_ptr=out, x_ptr=x, size=x.numel(), BLOCK=1024)
+
+
+VARIANT = Variant(wins="never", launch=launch, default={"": Config()}, deterministic=True, batch_invariant=True)
+"""
+_ON_A_GPU = "else:\n        return 2 * tl.sigmoid(2 * x) - 1"
+_IN_ASSEMBLY = (
+    "else:\n        return tl.inline_asm_elementwise("
+    '"tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)'
+)
+
+
+@pytest.mark.parametrize(
+    ("point", "instead", "found"),
+    [
+        ("fp32", _ON_A_GPU, ""),
+        ("fp32", _IN_ASSEMBLY, "tanh.approx.f32"),
+        ("engine", _IN_ASSEMBLY, ""),  # 11 bits are more than bf16 has
+        ("fp32", "else:\n        return libdevice.fast_sinf(x)", "fast_sinf"),
+        ("engine", "else:\n        return libdevice.fast_sinf(x)", "fast_sinf"),
+        (
+            "engine",
+            "else:\n        return 2 * tl.sigmoid(2 * x) - 1 + tl.sum(x.to(tl.float16))",
+            "sums in f16",
+        ),
+    ],
+)
+def test_what_only_a_gpu_approximates_is_red(tmp_path: Path, point: str, instead: str, found: str) -> None:
+    """The interpreter's branch is right in all of them."""
+    (tmp_path / "gelu").mkdir()
+    source = GELU.replace(_ON_A_GPU, instead)
+    (tmp_path / "gelu" / "plain.py").write_text(source)
+    line = source.split("    else:\n")[0].count("\n") + 2
+    (row,) = compile_for(["sm_80"], ["gelu.plain"], ops=OPS.with_variants_from(tmp_path), points=[point])
+    assert gates.failures(row) == ([f"fewer digits than fp32's: plain.py:{line} {found}"] if found else [])
+
+
+@pytest.mark.slow
+def test_products_of_fp32_in_tf32_and_sums_in_fp16_are_red(tmp_path: Path) -> None:
+    def lowered(point: str, *faults: tuple[str, str]) -> list[str]:
+        return gates.failures(gemm(tmp_path, *faults, point=point))
+
+    small = ("BLOCK_N=64, BLOCK_K=64", "BLOCK_N=64, BLOCK_K=16")  # fp32 products are unrolled on FMA units
+    product = "dot(x, tl.trans(weight), sums)"
+    assert lowered("fp32", small) == []
+    assert lowered("fp32", small, (product, f"tl.{product}")) == [
+        "fewer digits than fp32's: plain.py:20 product in tf32"
+    ]
+    assert lowered("fp32", small, (product, f'tl.{product[:-1]}, input_precision="tf32x3")')) == []
+    assert lowered("engine", (product, f"tl.{product}")) == []
+    halves = (
+        "sums = " + product,
+        "sums += tl.dot(x.to(tl.float16), tl.trans(weight).to(tl.float16), out_dtype=tl.float16)",
+    )
+    assert lowered("engine", halves) == ["fewer digits than fp32's: plain.py:20 sums in f16"]
+    own_sums = "out_dtype=tl.float16 if x.dtype == tl.float16 else tl.float32"
+    of_fp16 = (halves[0], f"sums += tl.dot(x, tl.trans(weight), {own_sums})")
+    assert lowered("engine", of_fp16) == []
+    assert lowered("fp16", of_fp16) == ["fewer digits than fp32's: plain.py:20 sums in f16"]

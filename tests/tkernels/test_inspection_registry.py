@@ -26,7 +26,7 @@ def worse(rows: list[CompiledKernel]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_every_default_config_passes_the_gates_and_is_no_worse_than_expected(arch: str) -> None:
-    points = ("engine", "fp8", "unaligned") if arch in ("sm_90", "gfx942") else ("engine", "fp8")
+    points = ("engine", "fp8", "unaligned") if arch in ("sm_90", "gfx942") else ("engine", "fp8", "fp32")
     own = ("bits3", "lookup4") if arch == "sm_90" else ()
     rows = compile_for([arch], [], points=(*points, *own))
     assert {(row.op, row.variant) for row in rows} == TRITON

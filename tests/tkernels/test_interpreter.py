@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.interpreter import round_to_bf16, round_to_e4m3
+from tkernels.interpreter import overflow_checks, round_to_bf16, round_to_e4m3
 from tkernels.language import dot
 
 
@@ -140,3 +140,65 @@ def test_lanes_that_are_masked_off_are_undefined(dtype: torch.dtype) -> None:
     masked_copy[(1,)](out, x, 5, BLOCK=8)
     assert out[:5].float().eq(1).all()
     assert out[5:].float().isnan().all()
+
+
+@triton.jit
+def load_masked(out_ptr, x_ptr, keep_ptr, BLOCK: tl.constexpr):
+    rows, column = tl.arange(0, BLOCK), tl.arange(0, 1)[None, :]
+    mask = (tl.load(keep_ptr + rows) > 0)[:, None] & (column < 1)
+    tl.store((out_ptr + rows)[:, None] + column, tl.load((x_ptr + rows)[:, None] + column, mask=mask, other=0.0))
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_block_of_one_element_is_masked_too(block: int) -> None:
+    """Triton's own functions ask `if mask` whether there is one: that one says no is no answer to this."""
+    out, x = torch.ones(2), torch.full((2,), float("nan"))
+    load_masked[(1,)](out, x, torch.zeros(2), block)
+    assert out[:block].tolist() == [0.0] * block
+
+
+@triton.jit
+def zero_beyond(out_ptr, x_ptr, size, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(out_ptr + offs, tl.load(x_ptr + offs, mask=offs < size, other=0.0))
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_lane_that_is_masked_off_holds_other_in_a_block_of_one_too(block: int) -> None:
+    out = torch.ones(block)
+    zero_beyond[(1,)](out, torch.ones(block), 0, BLOCK=block)
+    assert out.eq(0).all()
+
+
+@triton.jit
+def rows_of_range(out_ptr, first, rows, stride, STEP: tl.constexpr, WIDE: tl.constexpr, BUILTIN: tl.constexpr):
+    begin = first.to(tl.int64) if WIDE else first
+    if BUILTIN:
+        for row in range(begin, first + rows, STEP):
+            tl.store(out_ptr + row - first, row * stride)
+    else:
+        for row in tl.range(begin, first + rows, STEP, num_stages=2):
+            tl.store(out_ptr + row - first, row * stride)
+
+
+@triton.jit
+def squares(out_ptr, first, last):
+    for row in range(first, last):
+        tl.store(out_ptr + row - first, row * row)
+
+
+@pytest.mark.parametrize("builtin", [True, False])
+def test_a_loops_variable_has_the_type_of_its_bounds(builtin: bool) -> None:
+    """As `visit_For` of Triton's compiler types it: what it is multiplied by overflows here where it does there."""
+    first, stride = 2**20, 2**12
+    out = torch.zeros(4, dtype=torch.int64)
+    with overflow_checks():
+        rows_of_range[(1,)](out, first, 4, stride, STEP=2, WIDE=True, BUILTIN=builtin)
+        assert out.tolist() == [first * stride, 0, (first + 2) * stride, 0]
+        with pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow"):
+            rows_of_range[(1,)](out, first, 4, stride, STEP=2, WIDE=False, BUILTIN=builtin)
+
+
+def test_a_loops_variable_multiplied_by_itself_overflows() -> None:
+    with overflow_checks(), pytest.raises(triton.runtime.errors.InterpreterError, match="int32 overflow"):
+        squares[(1,)](torch.zeros(4, dtype=torch.int64), 2**16 - 1, 2**16 + 1)

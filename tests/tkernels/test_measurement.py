@@ -16,6 +16,7 @@ from tkernels.measurement import (
     benchmark_points,
     cut_axes,
     measure,
+    region_points,
     storage_bytes,
 )
 from tkernels.timing import Timing
@@ -92,6 +93,24 @@ def test_every_op_has_points_for_a_cpu(op: str) -> None:
         assert all(int(axes[a.name]) <= CPU_SIZE for a in contract.axes if isinstance(a, Int))
         assert storage_bytes(contract.case(axes, 0, torch.device("meta")).inputs) <= CPU_BYTES
     assert len(benchmark_points(contract, torch.device("cuda"))) == len(contract.benchmarks) > 0
+
+
+def test_a_region_that_no_point_lies_in_has_one_of_its_own(tmp_path: Path) -> None:
+    folder = write_variant(tmp_path, ('wins="never"', 'wins="never", region={"T": (3, 3), "I": (20000, 30000)}'))
+    op = OPS.with_variants_from(folder)["swiglu"]
+    contract, variants = op.contract, list(op.variants.values())
+    for device in (CPU, torch.device("cuda")):
+        usual, points = benchmark_points(contract, device), benchmark_points(contract, device, variants)
+        ((name, own),) = (one for one in points.items() if one[0] not in usual)
+        assert name.startswith("T=3,I=20000 for doubled")
+        assert (own["T"], own["I"]) == (3, 20000)
+        assert set(own) == set(contract.axis_by_name)
+        assert list(points)[: len(usual)] == list(usual)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_points_of_an_op_lie_in_its_own_variants_regions(op: str) -> None:
+    assert region_points(OPS[op].contract, OPS[op].variants.values()) == {}
 
 
 def test_cutting_a_point_down_may_break_a_rule() -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import tkernels
-from tkernels.verification.mutation.campaign import Trial, outcomes, trials
-from tkernels.verification.mutation.faults import KINDS
+from tkernels.verification.mutation.campaign import KINDS, Trial, outcomes, trials
 from tkernels.verification.mutation.pool import Pool, task
 
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
-EVERYTHING = list(trials(VARIANTS))
+EVERYTHING = list(trials(VARIANTS, KINDS["kernel"]))
 OPS = sorted({trial.op for trial in EVERYTHING})
 
 
@@ -79,4 +78,5 @@ def test_every_kernel_has_masks_to_drop(variant: tkernels.Variant) -> None:
 
 
 def test_every_kind_of_fault_is_planted_somewhere() -> None:
-    assert {trial.mutant.kind for trial in EVERYTHING} == set(KINDS)
+    assert {trial.mutant.kind for trial in EVERYTHING} == set(KINDS["kernel"])
+    assert {trial.mutant.kind for trial in trials(VARIANTS, KINDS["launcher"])} == set(KINDS["launcher"])

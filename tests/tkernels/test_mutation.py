@@ -11,7 +11,7 @@ from tkernels.variant import Variant
 from tkernels.verification.mutation import campaign
 from tkernels.verification.mutation.campaign import compared, joined, outcomes, pieces, sampled, score, trials
 from tkernels.verification.mutation.equivalent import Equivalent
-from tkernels.verification.mutation.faults import KINDS, ORDER_WEAKENED, Mutant, mutants
+from tkernels.verification.mutation.faults import KERNEL_KINDS, ORDER_WEAKENED, Mutant, mutants
 from tkernels.verification.mutation.pool import Fate, Pool, task
 from tkernels.verification.mutation.ttir import without_order
 
@@ -74,7 +74,7 @@ VARIANT = Variant(
 
 WEIGHT = "tl.load(weight_ptr + offs, mask=mask).to(tl.float32)"
 SPECIAL = ("5.0", WEIGHT)
-PLANTED_KINDS = {*KINDS} - {ORDER_WEAKENED}
+PLANTED_KINDS = {*KERNEL_KINDS} - {ORDER_WEAKENED}
 """Its programs share nothing; what orders programs is weakened in tests/tkernels/test_races.py."""
 
 
@@ -101,7 +101,7 @@ def pool(folder: Path) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def fates(variant: Variant, pool: Pool) -> list[Fate]:
     """What became of two mutants of each kind, and of the equivalent."""
-    everything = list(trials([variant]))
+    everything = list(trials([variant], KERNEL_KINDS))
     chosen = sampled(everything, 2, seed=0)
     chosen += [trial for trial in everything if trial.mutant.before in SPECIAL and trial not in chosen]
     return [outcome.fate for outcome in outcomes(pool, chosen, seed=0)]
@@ -129,7 +129,7 @@ def test_a_cast_that_promotion_puts_back_is_the_same_code(fates: list[Fate]) -> 
 
 
 def test_hints_shapes_and_docstrings_are_no_faults(variant: Variant, folder: Path) -> None:
-    found = [trial.mutant for trial in trials([variant])]
+    found = [trial.mutant for trial in trials([variant], KERNEL_KINDS)]
     assert all(
         "num_stages=3" in m.source and "evict_last" in m.source and "tl.zeros((BLOCK,)" in m.source for m in found
     )
@@ -149,7 +149,7 @@ def by_hand(variant: Variant, *changes: tuple[str, str]) -> Mutant:
     for before, after in changes:
         assert before in source
         source = source.replace(before, after)
-    return Mutant("by_hand", variant.file, "rms_norm_planted", 1, "", "", 0, source)
+    return Mutant("kernel", "by_hand", variant.file, "rms_norm_planted", 1, "", "", 0, source)
 
 
 def test_a_loop_without_end_is_a_crash(variant: Variant, pool: Pool) -> None:
@@ -202,7 +202,7 @@ def test_comparisons_come_in_parts(variant: Variant, pool: Pool, monkeypatch: py
 
 
 def test_samples_keep_to_their_quota_and_seed(variant: Variant) -> None:
-    everything = list(trials([variant]))
+    everything = list(trials([variant], KERNEL_KINDS))
     chosen = sampled(everything, 2, seed=7)
     kinds = [trial.mutant.kind for trial in chosen]
     assert {kind: kinds.count(kind) for kind in kinds} == {

@@ -20,6 +20,12 @@ FAULTS = {
     "doubles": "import os; os.fork()",
     "waits": "import threading, time; threading.Thread(target=time.sleep, args=(60,), name='waiter').start()",
 }
+LAUNCHES = {
+    "endless": "while True: pass",
+    "ending": "import os; os._exit(0)",
+}
+"""What a launcher begins with."""
+TRIAL = "a trial call of its supports, prepare, workspace and launch does not come to its end"
 REASONS = {
     "raises": "cannot be imported: ValueError: mine",
     "exits": "cannot be imported: SystemExit: 3",
@@ -30,6 +36,8 @@ REASONS = {
     "spawns": "cannot be imported: it starts processes that go on after the import",
     "doubles": "cannot be imported: it starts processes that go on after the import",
     "waits": "cannot be imported: it starts threads that a process waits for: waiter",
+    "endless": f"{TRIAL}: timeout: it took longer than 3 s",
+    "ending": f"{TRIAL}: its process left with exit status 0 before its end",
     "empty": "must define VARIANT, a tkernels.Variant",
     "torch": "swiglu already has a variant 'torch'",
 }
@@ -40,6 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_variant(tmp_path_factory.mktemp("outside").resolve())
     for name, code in FAULTS.items():
         write_variant(folder, ("swiglu_doubled", f"swiglu_{name}"), ("VARIANT =", f"{code}\nVARIANT ="), name=name)
+    for name, code in LAUNCHES.items():
+        begins = "    tokens, width = out.shape\n"
+        write_variant(folder, ("swiglu_doubled", f"swiglu_{name}"), (begins, f"    {code}\n{begins}"), name=name)
     (folder / "swiglu" / "empty.py").write_text("")
     write_variant(folder, name="torch")
     write_variant(folder, op="no_such_op", name="lost")
@@ -64,7 +75,7 @@ def test_each_broken_file_has_its_reason_and_a_sound_one_none(folder: Path, brok
         assert found[name].startswith(f"{folder / 'swiglu' / name}.py: {reason}"), name
     assert "unknown op 'no_such_op'" in broken[folder / "no_such_op" / "lost.py"]
     contract = folder / "half_made" / "contract.py"
-    assert broken[contract].endswith("cannot be imported: ValueError: half")
+    assert broken[contract].endswith("cannot be imported: ValueError: half, in line 1")
     assert broken[folder / "half_made" / "fast.py"] == broken[contract]
     assert len(broken) == len(REASONS) + 3
     assert outside.broken_files([]) == {}
@@ -74,9 +85,11 @@ def test_the_others_join_and_a_broken_name_says_why(folder: Path, broken: dict[P
     ops = OPS.with_variants_from(folder, broken)
     assert set(ops["swiglu"].variants) == {*OPS["swiglu"].variants, "doubled"}
     assert set(ops["swiglu"].variants.unavailable) == set(REASONS)
-    with pytest.raises(UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3; there is "):
+    with pytest.raises(
+        UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3, .*there is "
+    ):
         ops["swiglu"].variants["exits"]
-    with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half; there is "):
+    with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half, .*there is "):
         ops["half_made"]
     again = registry_of(json.loads(json.dumps(ops.outside())))
     assert {name: list(op.variants) for name, op in again.items()} == {

@@ -17,7 +17,7 @@ from tests.conftest import DEVICE
 from tkernels.config import Config
 from tkernels.contract import FLOATS, Axes, Case, Choose, Value
 from tkernels.variant import Variant
-from tkernels.verification import check
+from tkernels.verification import draws
 from tkernels.verification.check import check_case
 
 VARIANTS = [(op.name, name) for op in tkernels.OPS.values() for name in op.variants]
@@ -26,9 +26,9 @@ VARIANTS = [(op.name, name) for op in tkernels.OPS.values() for name in op.varia
 def draw(
     variant: Variant, choose: Choose, seed: int, fixed: Axes, device: torch.device
 ) -> tuple[Case, Config | None] | None:
-    """`check.draw` with an activation's dtype held; in an op without one it is the cache's, and integers have none."""
+    """`draws.draw` with an activation's dtype held; in an op without one it is the cache's, and integers have none."""
     roles = [role for role in ("activation", "kv") if role in variant.contract.axis_by_name]
-    return check.draw(variant, choose, seed, dict.fromkeys(roles[:1], fixed["activation"]), device)
+    return draws.draw(variant, choose, seed, dict.fromkeys(roles[:1], fixed["activation"]), device)
 
 
 @pytest.mark.parametrize("count", [6, pytest.param(20, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tkernels.verification.mutation.campaign import outcomes, trials
 from tkernels.verification.mutation.faults import ORDER_WEAKENED
 from tkernels.verification.mutation.pool import Pool
 from tkernels.verification.races import ORDERS, RaceError, racing_door
+from tkernels.verification.sites import kernel_site, launcher_site
 
 PROGRAMS, BLOCK = 4, 8
 
@@ -138,6 +140,85 @@ def lanes_signal(out_ptr, parts_ptr, flags_ptr, count_ptr, x_ptr, BLOCK: tl.cons
 
 
 @triton.jit
+def reads_back(out_ptr, x_ptr, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    """A program's threads store a row; HOW says what then touches it."""
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(0) * BLOCK
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x)
+    if HOW == "barrier":
+        tl.debug_barrier()
+    if HOW == "own":  # each thread what it stored itself
+        tl.store(out_ptr + offs, tl.load(out_ptr + offs) * 2.0)
+    elif HOW == "others" or HOW == "barrier":
+        x = tl.load(out_ptr + first + (BLOCK - 1 - tl.arange(0, BLOCK)))
+        tl.debug_barrier()
+        tl.store(out_ptr + offs, x)
+    elif HOW == "one":
+        tl.store(x_ptr + first, tl.load(out_ptr + first + BLOCK - 1))
+    elif HOW == "half":
+        tl.store(out_ptr + first + tl.arange(0, BLOCK // 2), tl.zeros((BLOCK // 2,), tl.float32))
+    elif HOW == "same":  # the same bits
+        tl.store(out_ptr + first + tl.arange(0, BLOCK // 2), tl.load(x_ptr + first + tl.arange(0, BLOCK // 2)))
+
+
+@triton.jit
+def arrive(count_ptr):
+    """One more; how many there were."""
+    return tl.atomic_add(count_ptr, 1)
+
+
+@triton.jit
+def reads_others_behind_an_atomic(out_ptr, parts_ptr, flags_ptr, x_ptr, BLOCK: tl.constexpr, RESULT: tl.constexpr):
+    """An atomic between what threads store and others load; RESULT says what becomes of its result."""
+    first, offs = tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    tl.store(parts_ptr + first + offs, tl.load(x_ptr + first + offs))
+    if RESULT == "dropped":
+        tl.atomic_add(flags_ptr + tl.program_id(0), 1)
+    elif RESULT == "dropped by the caller":
+        arrive(flags_ptr + tl.program_id(0))
+    elif RESULT == "only named":
+        unread = tl.atomic_add(flags_ptr + tl.program_id(0), 1)  # noqa: F841  what is meant
+    elif RESULT == "read":
+        seen = tl.atomic_add(flags_ptr + tl.program_id(0), 1, sem="relaxed")
+        tl.store(flags_ptr + BLOCK - 1 - tl.program_id(0), seen)
+    elif RESULT == "read by the caller":
+        tl.store(flags_ptr + BLOCK - 1 - tl.program_id(0), arrive(flags_ptr + tl.program_id(0)))
+    tl.store(out_ptr + first + offs, tl.load(parts_ptr + first + (BLOCK - 1 - offs)))
+
+
+@triton.jit
+def acquires_aside(out_ptr, parts_ptr, count_ptr, x_ptr, BLOCK: tl.constexpr, READ: tl.constexpr):
+    """The last to arrive acquires by an atomic of its own, READ or not."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    offs = tl.arange(0, BLOCK)
+    tl.store(parts_ptr + program * BLOCK + offs, tl.load(x_ptr + program * BLOCK + offs))
+    tl.debug_barrier()
+    arrived = tl.atomic_add(count_ptr, 1, sem="release")
+    if READ:
+        arrived = tl.atomic_add(count_ptr, 0, sem="acquire")
+        if arrived == programs:
+            tl.store(out_ptr + offs, tl.load(parts_ptr + offs) + tl.load(parts_ptr + (programs - 1) * BLOCK + offs))
+    else:
+        tl.atomic_add(count_ptr, 0, sem="acquire")
+        if arrived == programs - 1:
+            tl.store(out_ptr + offs, tl.load(parts_ptr + offs) + tl.load(parts_ptr + (programs - 1) * BLOCK + offs))
+
+
+@triton.jit
+def exchanges(out_ptr, parts_ptr, flags_ptr, count_ptr, x_ptr, BLOCK: tl.constexpr, EXPECTED: tl.constexpr):
+    """Counts are relaxed: only a flag's exchange releases, and only if the flag is what was EXPECTED."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    offs = tl.arange(0, BLOCK)
+    tl.store(parts_ptr + program * BLOCK + offs, tl.load(x_ptr + program * BLOCK + offs))
+    tl.debug_barrier()
+    tl.atomic_cas(flags_ptr, EXPECTED, 0, sem="acq_rel")
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr, 1, sem="relaxed") == programs - 1:
+        tl.store(out_ptr + offs, tl.load(parts_ptr + offs) + tl.load(parts_ptr + (programs - 1) * BLOCK + offs))
+
+
+@triton.jit
 def persistent(out_ptr, x_ptr, rows, BLOCK: tl.constexpr):
     """Fewer programs than rows, each with every so many."""
     offs = tl.arange(0, BLOCK)
@@ -174,6 +255,13 @@ SOUND: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "a release, a relaxed update, an acquire": (chained, {"MIDDLE": "relaxed"}),
     "a release, another, an acquire": (chained, {"MIDDLE": "acq_rel"}),
     "an atomic for each lane": (lanes_signal, {"BARRIER": True}),
+    "threads read their own": (reads_back, {"HOW": "own"}),
+    "threads read others' behind a barrier": (reads_back, {"HOW": "barrier"}),
+    "threads store the same bits": (reads_back, {"HOW": "same"}),
+    "an atomic whose result is read": (reads_others_behind_an_atomic, {"RESULT": "read"}),
+    "an atomic whose caller reads its result": (reads_others_behind_an_atomic, {"RESULT": "read by the caller"}),
+    "an acquire for all": (acquires_aside, {"READ": True}),
+    "an exchange that succeeds": (exchanges, {"EXPECTED": 0}),
     "a persistent grid": (persistent, {"rows": PROGRAMS, "grid": 3}),
     "a persistent grid of one": (persistent, {"rows": PROGRAMS, "grid": 1}),
 }
@@ -192,6 +280,14 @@ RACING: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "each its own value to one row": (one_element, {"SAME": False}),
     "no barrier behind the added parts": (sums_with_atomics, {"BARRIER": False}),
     "a lock that is given back relaxed": (locked, {"UNLOCK": "relaxed"}),
+    "threads read others'": (reads_back, {"HOW": "others"}),
+    "all threads read one's": (reads_back, {"HOW": "one"}),
+    "threads store over others'": (reads_back, {"HOW": "half"}),
+    "an atomic as a statement": (reads_others_behind_an_atomic, {"RESULT": "dropped"}),
+    "an atomic as a function's statement": (reads_others_behind_an_atomic, {"RESULT": "dropped by the caller"}),
+    "an atomic under a name nobody reads": (reads_others_behind_an_atomic, {"RESULT": "only named"}),
+    "an acquire for one thread": (acquires_aside, {"READ": False}),
+    "an exchange that fails": (exchanges, {"EXPECTED": 99}),
     "lanes read what others acquired": (lanes_signal, {"BARRIER": False}),
 }
 
@@ -233,6 +329,15 @@ def test_a_race_in_a_shared_function_names_its_caller_too() -> None:
     assert fate.verdict == "crash"
     assert "in summed_by_the_last, called from" in fate.reason
     assert "in scaled_matmul_split_k;" in fate.reason
+
+
+@pytest.mark.parametrize("package", [triton, torch])
+def test_a_package_whose_name_begins_like_anothers_keeps_its_lines(package: ModuleType) -> None:
+    file = f"{Path(package.__file__ or '').parent}_kernels/kernel.py"
+    namespace = {"kernel_site": kernel_site, "launcher_site": launcher_site}
+    exec(compile("def kernel():\n    return kernel_site(), launcher_site()", file, "exec"), namespace)
+    for site in namespace["kernel"]():
+        assert site[0] == f"{file}:2 in kernel"
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from tkernels.inputs import poisoned_views
 from tkernels.launch import Kernel
 from tkernels.variant import Variant
 from tkernels.verification.addresses import sanitizing_door
-from tkernels.verification.check import drawn_cases, drawn_results
-from tkernels.verification.sanitizers.base import Finding, sanitized, unfit_reason
+from tkernels.verification.check import drawn_results
+from tkernels.verification.draws import drawn_cases
+from tkernels.verification.sanitizers import reuse
+from tkernels.verification.sanitizers.base import Finding, sanitized, sanitizer_cases, unfit_reason
 from tkernels.verification.sanitizers.guard import crash_of
 from tkernels.verification.sanitizers.huge_sizes import check_sizes
 from tkernels.verification.sanitizers.suite import SANITIZERS
@@ -187,6 +189,7 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     ("poison", [(STORED, LEFT + STORED + "    out = tl.where(left > 1e20, 0.0, out)\n")], "where nobody may read"),
     ("guard", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "died of SIGSEGV"),
     ("reuse", remembering("gate_up.untyped_storage().data_ptr()"), "is not as in fresh ones"),
+    ("reuse", remembering("(gate_up.data_ptr(), gate_up._version)"), "is not as in fresh ones"),
     ("reuse", remembering("gate_up.shape"), "after a call with other values"),
     # What seems to be there already is not stored again.
     (
@@ -229,6 +232,15 @@ def test_a_planted_bug_is_found(name: str, changes: list[tuple[str, str]], messa
     assert found
     assert message in found[0].message
     assert found[0].replay.startswith(f"tk check --sanitize {name} --variants-from {tmp_path} --op swiglu")
+
+
+def test_reuse_takes_no_case_that_has_no_other_of_its_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    variant = load(tmp_path)
+    found = reuse._alike_case
+    monkeypatch.setattr(reuse, "_alike_case", lambda case: None if case.axes["T"] == 1 else found(case))
+    assert 1 not in {case.axes["T"] for case, _ in sanitizer_cases(SANITIZERS["reuse"], variant, 8)}
+    monkeypatch.setattr(reuse, "_alike_case", lambda case: None)
+    assert list(sanitizer_cases(SANITIZERS["reuse"], variant, 8)) == []
 
 
 def test_a_planted_order_dependence_passes_the_oracle_and_not_the_sanitizer(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config
 from tkernels.device import INTERPRETER, device_facts
 from tkernels.variant import Variant
-from tkernels.verification.check import chooser, count_wide_cases, drawn_results, wide_cases, wide_results
+from tkernels.verification.check import check_case, drawn_results, wide_results
+from tkernels.verification.draws import chooser, count_wide_cases, wide_cases
 from tkernels.verification.mutation.campaign import outcomes, trials
 from tkernels.verification.mutation.pool import Pool
 
@@ -34,13 +35,14 @@ def test_variant_is_right_on_its_wide_cases(op: str, variant: str) -> None:
     results = list(wide_results(subject, device=DEVICE))
     for result in results:
         assert result.status == "ok", f"\n{result}"
-    assert len(results) == count_wide_cases(subject, device=DEVICE) >= 2
+    assert 2 <= len(results) <= count_wide_cases(subject, device=DEVICE)
     if subject.kind == "triton":
         arch = device_facts(DEVICE).arch
         own = subject.default_config(arch)
-        every = set(subject.default.values()) if arch == INTERPRETER.arch else {own}
-        assert {result.config for result in results} == every | {own}
-        assert sum(result.config == own for result in results) >= 2
+        every = {*subject.default.values(), own} if arch == INTERPRETER.arch else {own}
+        assert {one.constants for one in every} <= {
+            result.config.constants for result in results if result.config is not None
+        }
 
 
 @pytest.mark.parametrize("op", list(OPS))
@@ -77,7 +79,7 @@ def planted(folder: Path, op: str, original: str, before: str, after: str) -> Va
 def test_a_kernel_that_is_right_up_to_257_wide_is_found(tmp_path: Path) -> None:
     wrong = planted(tmp_path, "rms_norm", "row_per_program", "/ hidden +", "/ tl.minimum(hidden, 257) +")
     assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
-    assert {result.status for result in wide_results(wrong)} == {"wrong"}
+    assert "wrong" in {result.status for result in wide_results(wrong)}  # not of faint rows, whose epsilon is all
 
 
 def test_an_attention_that_sees_the_last_330_keys_alone_is_found(tmp_path: Path) -> None:
@@ -86,6 +88,22 @@ def test_an_attention_that_sees_the_last_330_keys_alone_is_found(tmp_path: Path)
     )
     assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
     assert "wrong" in {result.status for result in wide_results(wrong)}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "p = tl.where(p < 1e-6, 0.0, tl.exp2((qk - origin[:, None]) * scale_log2))",
+        "p = tl.exp2(tl.maximum((qk - origin[:, None]) * scale_log2, -16.0))",
+        "p = p * (tl.max(p, axis=1) > 1e-5)[:, None]",
+    ],
+    ids=["light keys are dropped", "the exponent is clamped", "a light block is dropped"],
+)
+def test_keys_lighter_than_a_millionth_count(wrong: str, tmp_path: Path) -> None:
+    right = "    p = tl.exp2((qk - origin[:, None]) * scale_log2)\n"
+    variant = planted(tmp_path, "paged_prefill", "packed_gqa", right, f"{right}    {wrong}\n")
+    light = [drawn for drawn in wide_cases(variant) if drawn[0].axes["values"] == "light"]
+    assert {check_case(variant, *drawn, offsets=False).status for drawn in light} == {"wrong"}
 
 
 def test_a_default_that_is_wrong_on_one_architecture_alone_is_found(tmp_path: Path) -> None:
@@ -117,12 +135,13 @@ def test_held_axes_and_a_held_config_are_held() -> None:
     variant = OPS["rms_norm"].variants["rows_per_program"]
     pinned = variant.default_config("sm_90")
     cases = list(wide_cases(variant, fixed={"H": 64, "activation": "float16"}, config=pinned))
-    assert len(cases) == 2
+    assert len(cases) == 3
     assert all(case.axes["H"] == 64 and case.axes["activation"] == "float16" for case, _ in cases)
     assert {config for _, config in cases} == {pinned}
     decode = OPS["paged_decode"].variants["one_pass"]
     held = [case.axes["values"] for case, _ in wide_cases(decode, fixed={"values": "tiny"})]
-    assert held == ["tiny"] * (count_wide_cases(decode) - 1)
+    assert held == ["tiny"] * len(held)
+    assert 2 <= len(held) < len(list(wide_cases(decode)))
 
 
 def test_a_variant_that_supports_no_wide_case_is_checked_on_the_others(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tkernels.device import TARGETS
 from tkernels.inputs import clone_inputs
 from tkernels.ops.copy_pages.contract import CONTRACT, copy_without_sync, reference
 from tkernels.ops.paged_cache import as_bits
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 VARIANTS = OPS["copy_pages"].variants
 

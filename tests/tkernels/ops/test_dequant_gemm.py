@@ -8,7 +8,7 @@ import torch
 from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, select
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
-from tkernels.ops.dequant_gemm.auto import ALGORITHMS, by_tokens
+from tkernels.ops.dequant_gemm.auto import ALGORITHMS
 from tkernels.quantized.codes import BITS, interleaving, unpack
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.rounding import quantize
@@ -234,14 +234,14 @@ def test_a_variant_is_selected_before_there_is_a_weight_to_prepare() -> None:
 
 
 def test_auto_runs_what_its_number_of_tokens_asks_for_or_what_was_tuned() -> None:
-    axes = {"N": 64, "K": 64, "group_size": 64}
+    axes = {"N": 64, "K": 64, "group_size": 64, "coding": "uniform"}
     by_default = {
-        m: ALGORITHMS.chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name for m in (1, 2, 64, 65)
+        m: ALGORITHMS.chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name
+        for m in (0, 1, 2, 64, 4096)
     }
-    assert by_default == {1: "gemv", 2: "split_k", 64: "split_k", 65: "tiled"}
-    assert by_tokens(4096) == "dequantize_then_matmul"
+    assert by_default == {0: "tiled", 1: "gemv", 2: "split_k", 64: "tiled", 4096: "dequantize_then_matmul"}
     names = [ALGORITHMS.chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
-    assert names == ["gemv", "split_k", "tiled", "dequantize_then_matmul"]
+    assert names == ["gemv", "gemv", "split_k", "dequantize_then_matmul", "tiled"]
     # gemv takes one token: tuned so for a bucket, it would still give way.
     assert ALGORITHMS.chosen({**axes, "M": 3}, AUTO.configs[0], INTERPRETER).name == "split_k"
 

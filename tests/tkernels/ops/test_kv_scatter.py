@@ -9,7 +9,7 @@ from tkernels import OPS, ContractError
 from tkernels.device import TARGETS
 from tkernels.inputs import clone_inputs
 from tkernels.ops.kv_scatter.contract import CONTRACT, reference, scatter_without_sync
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

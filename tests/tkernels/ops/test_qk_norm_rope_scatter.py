@@ -9,7 +9,7 @@ import torch
 from tkernels import OPS, ContractError, Kernel
 from tkernels.inputs import clone_inputs
 from tkernels.tuning import NEAREST
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 OP = OPS["qk_norm_rope_scatter"]
 FUSED = [name for name, variant in OP.variants.items() if variant.kind == "triton"]

@@ -7,7 +7,6 @@ import torch
 
 from tkernels import OPS, Config, ContractError, Kernel, prepared
 from tkernels.device import INTERPRETER, TARGETS
-from tkernels.ops.algorithms import split_k_or_tiled
 from tkernels.ops.code_sums import unsupported_sums
 from tkernels.ops.scaled_matmul.auto import ALGORITHMS
 from tkernels.ops.scaled_matmul.contract import MOST_INPUTS
@@ -158,9 +157,8 @@ def test_k_is_split_in_whole_blocks_whatever_the_number_of_tokens() -> None:
 def test_auto_goes_by_the_number_of_tokens_and_a_tuned_choice_stands_above_it() -> None:
     axes = {"N": 256, "K": 256, "codes": "int8", "out": "bfloat16"}
     default, tuned = VARIANTS["auto"].default[""], Config(ALGORITHM=3)
-    untuned = [split_k_or_tiled({**axes, "M": tokens}, ()) for tokens in (1, 64, 65)]
-    assert untuned == [("split_k",), ("split_k",), ("tiled",)]
-    assert ALGORITHMS.chosen({**axes, "M": 4}, default, INTERPRETER).name == "split_k"
+    untuned = [ALGORITHMS.chosen({**axes, "M": tokens}, default, INTERPRETER).name for tokens in (1, 4, 65)]
+    assert untuned == ["split_k", "split_k", "tiled"]
     assert ALGORITHMS.chosen({**axes, "M": 4}, tuned, INTERPRETER).name == "tiled"
     assert ALGORITHMS.chosen({**axes, "M": 200}, Config(ALGORITHM=2), INTERPRETER).name == "tiled"
 

@@ -1,0 +1,80 @@
+"""How soon `tk check` says that a variant is wrong: CPU seconds beyond the imports, until its first failure.
+
+    python -m tests.tkernels.first_failure [OP ...]
+
+Every op's variants run as they are, and then one element of each result is off (torch's are the measure itself, and are
+left out). Each is checked in a process of its own.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import tkernels
+from experiments.commands.check import make_trial
+from experiments.commands.choices import Subject
+from experiments.commands.requests import CheckRequest
+from tkernels import Run
+from tkernels.isolation import Tell, run_forked
+from tkernels.variant import Variant
+
+
+def make_wrong(variant: Variant) -> Variant:
+    """The variant with an element of each of its results changed after its own launch or call."""
+    if variant.launch is None:
+        return replace(variant, function=partial(_call_wrongly, variant.function))
+    return replace(variant, launch=partial(_launch_wrongly, variant.launch, len(variant.contract.outputs)))
+
+
+def _launch_wrongly(launch: Callable[..., None], outputs: int, run: Run, *arguments: Any, **options: Any) -> None:
+    launch(run, *arguments, **options)
+    _spoil(arguments[:outputs] or tuple(options.values()))
+
+
+def _call_wrongly(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    results = function(*arguments, **options)
+    _spoil((*arguments, *options.values()) if results is None else results if type(results) is tuple else (results,))
+    return results
+
+
+def _spoil(values: tuple[Any, ...]) -> None:
+    for one in values:
+        if isinstance(one, torch.Tensor) and one.numel():
+            flat = one[(0,) * one.dim()]
+            flat.copy_(flat.float() * 3 + 1)
+
+
+def seconds_to_failure(variant: Variant) -> tuple[float, int] | None:
+    """CPU seconds and cases until the first failure; None where there is none."""
+
+    def work(tell: Tell) -> None:
+        torch.set_num_threads(1)
+        begin, cases = time.process_time(), 0
+        for result in make_trial(CheckRequest(), Subject(make_wrong(variant), {}, None)).cases():
+            cases += result.status == "begun"
+            if result.is_bad:
+                return tell([time.process_time() - begin, cases])
+
+    told: list[Any] = []
+    ending = run_forked(work, told.append)
+    assert ending.death is None, ending.death
+    return (told[0][0], told[0][1]) if told else None
+
+
+def main() -> None:
+    for op in tkernels.OPS.values():
+        for variant in op.variants.values():
+            if variant.name == "torch" or (sys.argv[1:] and op.name not in sys.argv):
+                continue
+            found = seconds_to_failure(variant)
+            said = "no failure" if found is None else f"{found[0]:5.2f} s, {found[1]} cases"
+            print(f"{op.name}.{variant.name}: {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
