@@ -78,6 +78,7 @@ def _refuse_profile(asked: requests.ProfileRequest) -> None:
 
 
 add_command("ops", requests.OpsRequest)
+add_command("new", requests.NewRequest)
 add_command("check", requests.CheckRequest)
 add_command("bench", requests.BenchRequest)
 add_command("tune", requests.TuneRequest)

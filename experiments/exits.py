@@ -1,14 +1,19 @@
 """How a command ends: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
 
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import typer
 
 from experiments.document import ExperimentError
 from tsched.torch_free import suggest_name
+
+INTERRUPTED = 130
+"""The status of a command that a signal cut off: a shell's for Ctrl-C."""
 
 
 def import_torch() -> None:
@@ -32,7 +37,7 @@ def end(command: Callable[..., int], *arguments: object) -> NoReturn:
     except OSError as error:
         raise _refused(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)) from None
     except KeyboardInterrupt:
-        raise _refused("interrupted", status=130) from None
+        raise _refused("interrupted", status=INTERRUPTED) from None
     except (ValueError, RuntimeError) as error:
         if not _is_meant_for_users(error):
             raise
@@ -68,3 +73,16 @@ def _refused(*problems: str, status: int = 2) -> typer.Exit:
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return typer.Exit(status)
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
+    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

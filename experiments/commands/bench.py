@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_point
-from experiments.commands.output import print_json, progress_bar
+from experiments.commands.output import end_with, print_json, progress_bar
 from experiments.commands.requests import BenchRequest
 from experiments.exits import check_name
 from experiments.peers import slack_of, with_peers
@@ -27,7 +27,9 @@ def run(request: BenchRequest) -> int:
     method = Method(request.launch, request.l2, request.samples)  # type: ignore[arg-type]  # two of those names
     variants = choose_variants(with_peers(open_registry(request.variants_from)), request.op, request.variant)
     device = first_device()
-    work = [(variant, *point) for variant in variants for point in benchmark_points(variant.contract, device).items()]
+    of_ops = {one.contract.name: [v for v in variants if v.contract.name == one.contract.name] for one in variants}
+    points = {op: benchmark_points(own[0].contract, device, own) for op, own in of_ops.items()}
+    work = [(variant, *point) for variant in variants for point in points[variant.contract.name].items()]
     if request.axes is not None:
         axes = parse_point(only_contract(variants, "--axes"), request.axes, "--axes")
         work = [(variant, request.axes, axes) for variant in variants]
@@ -37,11 +39,12 @@ def run(request: BenchRequest) -> int:
             update(doing=f"{variant.contract.name}.{variant.name} {name}")
             rows.append(measure(variant, name, axes, device, method=method, slack=slack_of(variant)))
             update(advance=1)
+    bad = [f"{_name(row)} at {row.point} {row.status}" for row in rows if row.status in ("wrong", "failed", "void")]
     if request.as_json:
         print_json([{"device": device_facts(device).name, **row.as_dict()} for row in rows])
     else:
         _print(Console(), rows, device, method)
-    return 1 if any(row.status in ("wrong", "failed", "void") for row in rows) else 0
+    return end_with(1, "; ".join(bad)) if bad else 0
 
 
 def _print(console: Console, rows: Sequence[Measurement], device: torch.device, method: Method) -> None:

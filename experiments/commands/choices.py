@@ -14,7 +14,7 @@ from tkernels import Config, ContractError, Registry, UnknownNameError, VariantE
 from tkernels.contract import Axes, Contract, Int, Value
 from tkernels.measurement import complete_axes
 from tkernels.outside import broken_files
-from tkernels.variant import Variant
+from tkernels.variant import Op, Variant
 from tsched.torch_free import suggest_name
 
 _WHOLE_NUMBER = re.compile("-?[0-9]+")
@@ -35,6 +35,21 @@ def open_registry(folders: Sequence[Path]) -> Registry:
     return ops
 
 
+def find_op(ops: Registry, name: str) -> Op:
+    """The op of that name; ExperimentError with the nearest where there is none."""
+    try:
+        return ops[name]
+    except UnknownNameError as error:
+        raise _unknown(ops, error) from None
+
+
+def _unknown(ops: Registry, error: UnknownNameError) -> ExperimentError:
+    """A name that is nowhere, with the outside folders that it could have been in and what of them was left out."""
+    folders = f"; --variants-from {' '.join(map(str, ops.folders))} was looked in too" if ops.folders else ""
+    left_out = [f"--variants-from: {line}" for reason in ops.broken.values() for line in reason.splitlines()]
+    return ExperimentError([f"{error}{folders}", *dict.fromkeys(left_out)])
+
+
 def choose_variants(ops: Registry, op: str | None, variant: str | None) -> list[Variant]:
     """The variants of one op or of all, all of them or those of one name.
 
@@ -47,7 +62,7 @@ def choose_variants(ops: Registry, op: str | None, variant: str | None) -> list[
             variants = ops[op].variants
             return list(variants.values()) if variant is None else [variants[variant]]
     except UnknownNameError as error:
-        raise ExperimentError([str(error)]) from None
+        raise _unknown(ops, error) from None
     every = [one for each in ops.values() for one in each.variants.values()]
     found = [one for one in every if variant in (None, one.name)]
     if not found:
@@ -59,7 +74,8 @@ def choose_variants(ops: Registry, op: str | None, variant: str | None) -> list[
 def _refuse_broken(ops: Registry, op: str | None, variant: str | None) -> None:
     """Raises ExperimentError where a file that would be one of these variants is broken."""
     named = {file: reason for file, reason in ops.broken.items() if op in (None, file.parent.name)}
-    problems = [f"--variants-from: {reason}" for file, reason in named.items() if variant in (None, file.stem)]
+    reasons = [reason for file, reason in named.items() if variant in (None, file.stem)]
+    problems = [f"--variants-from: {line}" for reason in reasons for line in reason.splitlines()]
     if problems:
         raise ExperimentError(list(dict.fromkeys(problems)))
 

@@ -1,9 +1,10 @@
-"""`tk check --mutate`: faults planted in the kernels, and what notices them."""
+"""`tk check --mutate`: faults planted in kernels and launchers, and what notices them."""
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -11,20 +12,19 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, open_registry
-from experiments.commands.output import print_json, progress_bar
+from experiments.commands.output import end_with, name_some, print_json, progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import make_table
 from tkernels import Registry
 from tkernels.verification.mutation import campaign
-from tkernels.verification.mutation.campaign import Comparison, Outcome, Score, Trial
-from tkernels.verification.mutation.faults import KINDS
-from tkernels.verification.mutation.pool import MutationError, Pool
+from tkernels.verification.mutation.campaign import KINDS, Comparison, Outcome, Score, Trial
+from tkernels.verification.mutation.pool import KILLED, MutationError, Pool
 
-LEAST_SHARE = 0.95
+LEAST_SHARE = 0.99
 LEAST_MUTANTS = 100
 MOST_EQUIVALENT = 0.05
-_ENDS = ("value", "crash", "equivalent", "survived")
+_ENDS = (*KILLED, "equivalent", "survived")
 
 
 def run(request: CheckRequest) -> int:
@@ -39,12 +39,13 @@ def run(request: CheckRequest) -> int:
     total = campaign.score(ended)
     complaints = problems(ended, total, whole=request.chosen_op is None and request.variant is None)
     if request.as_json:
-        figures = {"mutants": total.counted, "killed": total.killed, "equivalent": total.equivalent}
+        figures: dict[str, Any] = {"mutants": total.counted, "killed": total.killed, "equivalent": total.equivalent}
+        figures["parts"] = {part: {**asdict(own), "score": own.share} for part, own in _score_parts(ended).items()}
         asked, rows = {"seed": request.seed, "quota": request.quota}, [_describe(outcome) for outcome in ended]
         print_json({**asked, **figures, "score": total.share, "problems": complaints, "rows": rows})
     else:
         _print(Console(), ended, total, complaints)
-    return 1 if complaints else 0
+    return end_with(1, "; ".join(complaints)) if complaints else 0
 
 
 def verify(request: CheckRequest) -> int:
@@ -63,7 +64,8 @@ def verify(request: CheckRequest) -> int:
         print_json([_describe_comparison(comparison) for comparison in whole])
     else:
         _print_comparisons(Console(), whole)
-    return 1 if any(comparison.reason for comparison in whole) else 0
+    other = [f"{one.trial.op}: {one.trial.mutant.name}" for one in whole if one.reason]
+    return end_with(1, f"{len(other)} declared equivalents have other bits: {name_some(other)}") if other else 0
 
 
 def _list_trials(request: CheckRequest) -> tuple[list[Trial], Registry]:
@@ -71,7 +73,7 @@ def _list_trials(request: CheckRequest) -> tuple[list[Trial], Registry]:
     ops = open_registry(request.variants_from)
     found = list(campaign.trials(choose_variants(ops, request.chosen_op, request.variant)))
     if not found:
-        raise ExperimentError(["--mutate: none of these variants has a kernel"])
+        raise ExperimentError(["--mutate: none of these variants has a kernel or a launcher"])
     return found, ops
 
 
@@ -84,11 +86,12 @@ def _open_pool(ops: Registry, option: str) -> Iterator[Pool]:
         raise ExperimentError([f"{option}: {error}"]) from None
 
 
-def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
+def problems(ended: Sequence[Outcome], total: Score, whole: bool) -> list[str]:
     """Why a campaign fails, of the whole registry or of a part; nothing where it does not."""
     found = [f"declared equivalent, but killed: {o.trial.mutant.name} ({o.fate.reason})" for o in ended if o.wrong]
-    if total.share < LEAST_SHARE:
-        found.append(f"{total.share:.1%} killed, {LEAST_SHARE:.0%} wanted")
+    for part, own in _score_parts(ended).items():
+        if own.share < LEAST_SHARE:
+            found.append(f"{part}s: {own.share:.1%} killed, {LEAST_SHARE:.0%} wanted")
     if whole and total.counted < LEAST_MUTANTS:
         found.append(f"{total.counted} mutants, at least {LEAST_MUTANTS} wanted")
     if total.equivalent_share > MOST_EQUIVALENT:
@@ -96,10 +99,17 @@ def problems(ended: Iterable[Outcome], total: Score, whole: bool) -> list[str]:
     return found
 
 
+def _score_parts(ended: Sequence[Outcome]) -> dict[str, Score]:
+    """What the faults in kernels, and those in launchers, come to; each has to reach the mark by itself."""
+    by_part = {part: [one for one in ended if one.trial.mutant.part == part] for part in KINDS}
+    return {part: campaign.score(own) for part, own in by_part.items() if own}
+
+
 def _describe(outcome: Outcome) -> dict[str, Any]:
     """An outcome's row of --json."""
     trial, fate, mutant = outcome.trial, outcome.fate, outcome.trial.mutant
-    row = {"op": trial.op, "variant": fate.variant.name, "function": mutant.function, "kind": mutant.kind}
+    row = {"op": trial.op, "variant": fate.variant.name, "part": mutant.part}
+    row |= {"function": mutant.function, "kind": mutant.kind}
     row |= {"file": mutant.file.name, "line": str(mutant.line), "before": mutant.before, "after": mutant.after}
     row |= {"verdict": outcome.column, "reason": fate.reason}
     if trial.equivalent is not None:
@@ -117,9 +127,10 @@ def _describe_comparison(comparison: Comparison) -> dict[str, Any]:
 
 def _print(console: Console, ended: Sequence[Outcome], total: Score, complaints: Sequence[str]) -> None:
     console.print(_tabulate(ended))
-    left = f"{total.counted} mutants, {total.equivalent} of them equivalent"
     style = "bold red" if complaints else "bold green"
-    console.print(Text(f"{left}: {total.killed} killed, {total.share:.1%}", style))
+    for part, own in _score_parts(ended).items():
+        console.print(Text(f"{part}s: {_in_words(own)}"))
+    console.print(Text(_in_words(total), style))
     for complaint in complaints:
         console.print(Text(complaint, "red"))
     for trial in (outcome.trial for outcome in ended if outcome.column == "survived"):
@@ -127,18 +138,26 @@ def _print(console: Console, ended: Sequence[Outcome], total: Score, complaints:
         console.print(Text(trial.mutant.diff), soft_wrap=True)
 
 
+def _in_words(total: Score) -> str:
+    left = f"{total.counted} mutants, {total.equivalent} of them equivalent"
+    return f"{left}: {total.killed} killed, {total.share:.1%}"
+
+
 def _tabulate(ended: Sequence[Outcome]) -> Table:
     """How the mutants of each op and kind of fault ended."""
     counts = Counter((outcome.trial.op, outcome.trial.mutant.kind, outcome.column) for outcome in ended)
     ops = dict.fromkeys(outcome.trial.op for outcome in ended)
-    tried = [(op, kind) for op in ops for kind in KINDS if any(counts[op, kind, end] for end in _ENDS)]
-    rows = [(op, kind.replace("_", " "), *_cells([counts[op, kind, end] for end in _ENDS])) for op, kind in tried]
+    places = [(op, kind) for op in ops for kinds in KINDS.values() for kind in kinds]
+    tried = [place for place in places if any(counts[*place, end] for end in _ENDS)]
     ends = Counter(outcome.column for outcome in ended)
+    shown = [end for end in _ENDS if ends[end] or end == "survived"]
+    rows = [(op, kind.replace("_", " "), *_cells([counts[op, kind, end] for end in shown])) for op, kind in tried]
     caption = (
-        "value, crash: killed by a wrong result; by an exception, a signal or a time-out. Not counted: "
+        "Killed by a wrong value; a crash (an exception, a signal, a time-out); a claim that it breaks; the recorded "
+        "table of launches alone; the inspection of what it compiles to. Not counted: "
         f"{ends['does_not_compile']} that do not compile, {ends['same_code']} that compile to the same code."
     )
-    figures = ("mutants", *_ENDS)
+    figures = ("mutants", *shown)
     return make_table("Mutants", ("op", "fault", *figures), rows, right=figures, once=1, caption=caption)
 
 

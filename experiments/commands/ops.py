@@ -1,8 +1,8 @@
 """`tk ops`: what there is, what runs here, and when each variant should win."""
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -11,33 +11,37 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.choices import open_registry
+from experiments.commands.choices import find_op, open_registry
+from experiments.commands.op_page import describe_op, print_page
+from experiments.commands.op_rows import DrawnAxes, describe
 from experiments.commands.output import print_json
 from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import make_table
-from tkernels.contract import Axes, Contract, Value
 from tkernels.device import device_facts, first_device
-from tkernels.mode import unavailable_reason
-from tkernels.tuning import tuned_devices
-from tkernels.variant import Variant
-from tkernels.verification.check import chooser
-
-_DRAWS = 32
-_MOST_DRAWS = 1000
 
 
 def run(request: OpsRequest) -> int:
-    """Prints the registry; always 0."""
+    """Prints the registry, or the page of one op; always 0.
+
+    Raises:
+        ExperimentError: No such op.
+    """
     device, ops = first_device(), open_registry(request.variants_from)
+    if request.op is not None:
+        op = find_op(ops, request.op)
+        with one_thread():
+            page = describe_op(op, device, request.variants_from)
+        page["variants"] += [_describe_broken(*one) for one in ops.broken.items() if one[0].parent.name == op.name]
+        if request.as_json:
+            print_json(page)
+        else:
+            print_page(Console(), page)
+        return 0
     rows = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on inputs as small as the draws', threads only wait for each other
-    try:
+    with one_thread():
         for op in ops.values():
             drawn = cache(partial(DrawnAxes, op.contract))
             rows += [describe(variant, device, drawn) for variant in op.variants.values()]
-    finally:
-        torch.set_num_threads(threads)
     rows += [_describe_broken(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
@@ -48,65 +52,15 @@ def run(request: OpsRequest) -> int:
     return 0
 
 
-class DrawnAxes(Mapping[str, Value]):
-    """The axes of a contract's drawn call, as a variant's `supports` gets them.
-
-    Those that only a call tells, an argument's alignment say, join when one is asked for: they need inputs, which take
-    milliseconds.
-    """
-
-    def __init__(self, contract: Contract, seed: int) -> None:
-        self._contract, self._seed, self._is_bound = contract, seed, False
-        self._axes = contract.draw_axes(chooser(seed))
-
-    def __getitem__(self, name: str) -> Value:
-        if name not in self._axes and not self._is_bound:
-            # Draws are small: real inputs take less than the first product on "meta", which imports torch's compiler.
-            case = self._contract.case(self._axes, self._seed, "cpu")
-            self._axes |= self._contract.bind_axes(self._contract.bind_arguments((), case.inputs))[0]
-            self._is_bound = True
-        return self._axes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._axes)
-
-    def __len__(self) -> int:
-        return len(self._axes)
-
-
-def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> dict[str, Any]:
-    """One row of `tk ops --json`; `drawn` gives the axes of the contract's draw of a seed.
-
-    supported: on this device, somewhere in the contract's draws. reason: why not, or where it is not.
-    tuned_on: the devices in whose lockfiles it is; none means that its configs are defaults, by reasoning. Null for a
-        variant without configs.
-    """
-    reasons = _ask_support(variant, device, drawn)
-    # "not M = 2" and "not M = 17" are one reason.
-    refused = {re.sub(r"\d+", "0", reason): reason for reason in reversed(reasons) if reason is not None}
-    return {
-        "op": variant.contract.name,
-        "variant": variant.name,
-        "kind": variant.kind,
-        "supported": None in reasons,
-        "reason": "; ".join(sorted(refused.values())) or None,
-        "deterministic": variant.deterministic,
-        "batch_invariant": variant.batch_invariant,
-        "tuned_on": tuned_devices(variant) if variant.kind == "triton" else None,
-        "wins": variant.wins,
-        "file": str(variant.file),
-    }
-
-
-def _ask_support(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> list[str | None]:
-    """Why the variant does not support a draw, or None where it does, for so many draws."""
-    facts = device_facts(device)
-    if variant.kind == "triton" and (nowhere := unavailable_reason(device)):
-        return [nowhere]
-    reasons = [variant.unsupported_reason(drawn(seed), device, facts) for seed in range(_DRAWS)]
-    while None not in reasons and len(reasons) < _MOST_DRAWS:  # one kind in many may not be drawn yet
-        reasons.append(variant.unsupported_reason(drawn(len(reasons)), device, facts))
-    return reasons
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch alone on a core: on inputs as small as the draws', threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _describe_broken(file: Path, reason: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from rich.text import Text
 from experiments.commands.requests import RepeatRequest, RunRequest
 from experiments.commands.run import print_ending, reason_to_ask, resume_command
 from experiments.document import ExperimentError, read_document
+from experiments.exits import INTERRUPTED
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.comparison_tables import print_comparison, print_lines
 from experiments.runs.differences import changed_facts, circumstances
@@ -45,7 +46,7 @@ def run(request: RepeatRequest) -> int:
             Text(f"interrupted; what is done is kept, and goes on with: {resume}\nthen what changed: {compare}"),
             soft_wrap=True,
         )
-        return 130
+        return INTERRUPTED
     print_changes(console, before, read_run(again.path))
     return print_ending(console, again)
 

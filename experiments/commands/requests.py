@@ -39,10 +39,24 @@ Overrides = Annotated[
 
 @dataclass(frozen=True)
 class OpsRequest:
-    """List every op and variant: what runs here, and when it should win."""
+    """List every op and variant: what runs here, and when it should win. Of one op: all that a variant has to know."""
 
+    op: Annotated[str | None, Argument(metavar="[OP]", help="The page of this op.")] = None
     as_json: Json = False
     variants_from: VariantsFrom = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """Write the file of a new variant, which is right as it stands, and an experiment that runs it."""
+
+    op: Annotated[str, Argument(metavar="OP", help="The op that it computes; tk ops lists them.")]
+    name: Annotated[str, Argument(metavar="NAME", help="The variant's name, as a Python name.")]
+    folder: Annotated[Path, Option("--in", metavar="FOLDER", help="Of variants, <op>/<variant>.py; made where new.")]
+    start: Annotated[
+        str | None,
+        Option("--from", metavar="VARIANT", help="The variant to start from: the op's default, or else its simplest."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,10 @@ class CheckRequest:
     sanitize: Annotated[
         str | None, Option(metavar="all|NAME,...", help="Look for what results do not show, instead.")
     ] = None
-    mutate: Annotated[bool, Option("--mutate", help="Plant faults in kernels: is each one noticed?")] = False
+    keep_going: Annotated[
+        bool, Option("--keep-going", help="Show all failures of a variant, not the first three alone.")
+    ] = False
+    mutate: Annotated[bool, Option("--mutate", help="Plant faults in kernels and launchers: is each noticed?")] = False
     quota: Annotated[int, Option(min=1, help="With --mutate: mutants of each op and kind of fault.")] = 10
     verify_equivalent: Annotated[
         bool, Option("--verify-equivalent", help="With --mutate: compare the bits of declared equivalents.")

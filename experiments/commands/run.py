@@ -1,9 +1,6 @@
 """`tk run`: one experiment, from its YAML to a run folder, a table and a report. Imports torch when it has to."""
 
 import shlex
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +9,7 @@ from rich.text import Text
 
 from experiments.commands.requests import RunRequest
 from experiments.document import ExperimentError, read_document
-from experiments.exits import import_torch
+from experiments.exits import INTERRUPTED, import_torch, interrupted_by_signals
 from experiments.planning.layout import refuse_unsound
 from experiments.sweep.executors import make_executor
 from experiments.sweep.tasks import Executor
@@ -84,14 +81,14 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     if sweep.experiment.serving is not None:
         progress.print(Text("serving: its limits are for tk serve; a run has no use for them"), soft_wrap=True)
     try:
-        with _interrupted_by_signals():
+        with interrupted_by_signals():
             folder = run_experiment(
                 sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
             )
     except RunInterrupted as interrupted:
         again = resume_command(request, interrupted.path)
         progress.print(Text(f"interrupted; what is done is kept, and goes on with: {again}"), soft_wrap=True)
-        return 130
+        return INTERRUPTED
     console = Console()
     prompts = {one.name: one.prompts for one in sweep.experiment.workload if one.kind == "prompts"}
     print_report(console, prompts, folder.rows)
@@ -111,16 +108,3 @@ def print_ending(console: Console, folder: "RunFolder") -> int:
     console.print(Text(f"{len(folder.rows)} rows in {folder.path / 'results.jsonl'}"), soft_wrap=True)
     console.print(Text(f"Report: {write_report(report_of(read_run(folder.path)), folder.path)}"), soft_wrap=True)
     return 1 if bad else 0
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
-    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

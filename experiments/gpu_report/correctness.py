@@ -14,7 +14,8 @@ from tkernels.measurement import prepare
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.calls import bits
-from tkernels.verification.check import check_case, chooser, draw
+from tkernels.verification.check import check_case
+from tkernels.verification.draws import chooser, draw
 
 _NO_LIMIT = 2**31 - 1
 

@@ -18,9 +18,10 @@ from experiments.planning.shape_points import (
 )
 from experiments.schema import RequestsWorkload, SyntheticWorkload, TraceWorkload
 from tkernels.contract import Contract, Int, Value
+from tkernels.measurement import region_points
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
-from tkernels.verification.check import count_programs
+from tkernels.verification.draws import count_programs
 
 # An interpreted program takes 1 to 25 ms: a point of this many is checked in a few seconds.
 MOST_INTERPRETED_PROGRAMS = 192
@@ -93,17 +94,20 @@ def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
     if plan.model is not None:
         points += _make_served_points(plan, op, typical)
     elif not asked:
-        points += _make_default_points(plan, contract)
+        points += _make_default_points(plan, op)
     points += [Point(name, asked_point(contract, axes, plan.dtype_name)) for name, axes in name_points(asked).items()]
     return list({point.name: point for point in points}.values())
 
 
-def _make_default_points(plan: Plan, contract: Contract) -> list[Point]:
-    """Those of an op that neither a model nor `shapes` gives one: its benchmarks', on a CPU a draw."""
+def _make_default_points(plan: Plan, op: str) -> list[Point]:
+    """Those of an op that neither a model nor `shapes` gives one: its benchmarks' and its variants' regions', on a CPU
+    a draw.
+    """
+    contract, variants = plan.ops[op].contract, [plan.ops[op].variants[pick.variant] for pick in plan.picks[op]]
     if plan.device.type == "cpu":
         return [Point("drawn", complete_point(contract, {}, plan.dtype_name))]
     points = []
-    for name, benchmark in contract.benchmarks.items():
+    for name, benchmark in {**contract.benchmarks, **region_points(contract, variants)}.items():
         # The experiment's dtype, or its default, stands above the benchmark's.
         sizes = {axis: value for axis, value in benchmark.items() if axis not in DTYPE_ROLES}
         points.append(Point(name, complete_point(contract, sizes, plan.dtype_name)))

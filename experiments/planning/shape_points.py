@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from tkernels.contract import Contract, Int, Value
 
 # What the engine's own calls look like, where a contract's first draw is a nastier one.
-AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact", "order": "interleaved"}
+AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact"}
 DTYPE_ROLES = ("activation", "kv", "weight", "out")
 
 

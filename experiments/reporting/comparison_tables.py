@@ -1,15 +1,16 @@
 """A comparison as tables for people, in 80 columns."""
 
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 from rich.console import Console
 from rich.text import Text
 
 from experiments.reporting.table_style import Cell, Column, PlainTable, build_table, number_column, setting_name
-from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER
+from experiments.runs.comparison import LEVEL, MIN_REPLICATES, POWER, Outcome
 from experiments.runs.verdicts import Comparison, Verdict
 
-OUTCOMES = ("better", "worse", "within noise", "cannot tell")
+OUTCOMES = get_args(Outcome)
 _SHOWN = 12
 """Lines of each kind of difference; --json has them all."""
 

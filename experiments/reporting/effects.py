@@ -123,8 +123,11 @@ def _variant_of(row: Row) -> tuple[str | None, str | None, str]:
 
 
 def _worst_errors(checks: Sequence[Row]) -> dict[Any, float]:
-    judged = group_by((row for row in checks if row.max_error_ratio is not None), _variant_of)
-    return {variant: max(row.max_error_ratio or 0.0 for row in mine) for variant, mine in judged.items()}
+    worst: dict[Any, float] = {}
+    for row in checks:
+        if (error := row.max_error_ratio) is not None:
+            worst[_variant_of(row)] = max(error, worst.get(_variant_of(row), error))
+    return worst
 
 
 def _arms_that_differ(op: str, engines: Sequence[Row]) -> list[_Pair]:

@@ -15,6 +15,7 @@ from rich.text import Text
 _STYLES = {
     "ok": "green", "wrong": "bold red", "failed": "red", "unsupported": "yellow", "finding": "bold red",
     "yes": "green", "partly": "yellow", "better": "green", "worse": "bold red", "cannot tell": "yellow",
+    "interrupted": "yellow", "not run": "yellow",
 }  # fmt: skip
 
 _CONSOLE = 80  # columns that a table is made for

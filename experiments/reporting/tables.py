@@ -320,7 +320,8 @@ def check_table(checks: Sequence[Row]) -> PlainTable:
     caption = (
         "Every variant once at every point, against the op's definition in float64. Errors are over what the error "
         "rule allows, at most 1.00: for the largest error that is 2 times torch's own at the same dtype and 2 eps of "
-        "the largest value; for the RMS error 1.25 times torch's and eps/4. Small outputs have no RMS rule."
+        "the largest value; for the RMS error 1.25 times torch's and eps/4 (eps in float32). Small outputs have no RMS "
+        "rule."
     )
     variants = group_by(checks, lambda row: (row.op, row.variant, row.dtype))
     return build_table("Checks", show, variants.values(), caption)

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.reporting.arms import arm_key, select_stages, select_timed, swept_names, title_of
 from experiments.reporting.comparison_tables import OUTCOMES, format_change
-from experiments.reporting.table_style import group_by, setting_name
+from experiments.reporting.table_style import format_number, group_by, setting_name
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.rows import Row
@@ -203,27 +203,23 @@ def _judged_place(verdicts: Sequence[judgement.Verdict]) -> tuple[float, str]:
     outcomes = Counter(str(one.effect.outcome) for one in verdicts)
     if outcomes["better"]:
         ratio = f"{best.effect.ratio:.{4 if best.effect.ratio < 1.005 else 3}g}"
-        text = f"the arm {best.arm} serves {ratio} times the tokens per second of {_first(best)} ({_interval(best)})"
+        text = f"the arm {best.arm} serves {ratio} times the tokens per second of {best.beside} ({_interval(best)})"
         return best.effect.ratio, text
     if outcomes["worse"]:
         slower = f"{outcomes['worse']} of {len(verdicts)} others are slower"
-        return 1.0, f"no arm is faster than {_first(best)}, and {slower}"
+        return 1.0, f"no arm is faster than {best.beside}, and {slower}"
     if outcomes["cannot tell"]:
         return 0.0, f"not judged: of {outcomes['cannot tell']} arms there are too few processes"
-    least = max((one.effect.smallest or 0.0 for one in verdicts), default=0.0)
-    text = f"no arm's tokens per second differ from those of {_first(best)} by more than noise"
+    least = max(one.effect.smallest for one in verdicts if one.effect.smallest is not None)
+    text = f"no arm's tokens per second differ from those of {best.beside} by more than noise"
     return 0.0, f"{text} (a change of {format_change(least).removeprefix('+')} would have been found)"
-
-
-def _first(verdict: judgement.Verdict) -> str:
-    return verdict.beside or "the first arm"
 
 
 def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
     """Of each op, which variant is really faster than the first at which points; and how many differences are real."""
     lines = []
     for op, mine in group_by(times, lambda one: one.place.partition(", ")[0]).items():
-        first, points = mine[0].beside or "the first variant", group_by(mine, lambda one: one.place)
+        first, points = mine[0].beside, group_by(mine, lambda one: one.place)
         wins = _wins(points)
         which = f"{first} is beaten by {_list_names(wins)}" if wins else f"no variant is faster than {first}"
         lines.append(f"for {op}, of {len(points)} points, {which}")
@@ -256,7 +252,7 @@ def _judged_peers(verdicts: Sequence[judgement.Verdict]) -> list[str]:
         low, high = one.effect.low, one.effect.high
         if one.arm.startswith("peer ") and one.effect.outcome in ("better", "worse") and low and high:
             times = f"{1 / one.effect.ratio:.3g} times the tokens per second of {one.arm.removeprefix('peer ')}"
-            lines.append(f"{_first(one)} serves {times} ({1 / high:.3g} to {1 / low:.3g})")
+            lines.append(f"{one.beside} serves {times} ({1 / high:.3g} to {1 / low:.3g})")
     return lines
 
 
@@ -266,13 +262,13 @@ def _judged_waits(verdicts: Sequence[judgement.Verdict]) -> list[str]:
     if not real:
         return []
     most = max(real, key=lambda one: abs(math.log(one.effect.ratio)))
-    ratio = f"{most.effect.ratio:.3g} times that of {_first(most)} ({_interval(most)})"
+    ratio = f"{most.effect.ratio:.3g} times that of {most.beside} ({_interval(most)})"
     return [f"of what users wait for, the {_WAITS[most.figure]} differs most: that of {most.arm} is {ratio}"]
 
 
 def _interval(one: judgement.Verdict) -> str:
-    low, high = one.effect.low, one.effect.high
-    return f"{low:.3g} to {high:.3g}" if low is not None and high is not None else "no interval"
+    low, high = (format_number(bound, ".3g") for bound in (one.effect.low, one.effect.high))
+    return f"{low} to {high}"
 
 
 def _name_runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:

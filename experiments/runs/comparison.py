@@ -131,7 +131,7 @@ def judge(differences: Mapping[Key, Difference], better: Mapping[Key, Better]) -
     """
     effects: dict[Key, Effect] = {}
     names = sorted(differences, key=lambda name: differences[name].p)
-    level, found = LEVEL, True
+    found = True
     for place, name in enumerate(names):
         one = differences[name]
         if found:

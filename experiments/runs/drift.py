@@ -109,7 +109,7 @@ class Slope:
     value: float
     variance: float
     spread: float
-    spent: float = 0.0
+    spent: float
 
     def variance_between_runs(self, first: Sequence[float], second: Sequence[float]) -> float:
         """The variance of what is taken off the difference of two runs with these yardsticks."""

@@ -32,8 +32,8 @@ class Verdict:
     second: float
     processes: tuple[int, int]
     beside_yardstick: bool
-    reason: str | None = None
-    beside: str = ""
+    reason: str | None
+    beside: str
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, across: Collection[str
         problem = f"{first.name} and {second.name} have no figure of time in common{_why_none(mine, theirs)}"
         raise ExperimentError([problem, *_cut_off(first, second)])
     if not share_yardstick(first, second):
-        pairs = {
-            key: (replace(one, yardsticks={}), replace(other, yardsticks={})) for key, (one, other) in pairs.items()
-        }
+        pairs = {key: (one, replace(other, yardsticks={})) for key, (one, other) in pairs.items()}
     threads = first.environment.get("host", {}).get("torch_threads")
     found, drift = judge_pairs(pairs, of_runs=True, spread=slope_spread(threads))
     return Comparison(

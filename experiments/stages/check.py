@@ -5,9 +5,9 @@ from typing import Any
 
 from experiments.peers import slack_of
 from experiments.stages.context import Context, describe_error, name_lack_of_memory
-from tkernels.device import device_facts
 from tkernels.launch import Kernel
-from tkernels.measurement import prepare
+from tkernels.measurement import prepare_supported
+from tkernels.variant import UnsupportedError
 from tkernels.verification.check import CheckResult, check_case
 
 
@@ -24,16 +24,15 @@ def _check(context: Context, at: Mapping[str, Any]) -> dict[str, Any]:
     variant, pick = context.variant
     try:
         case = variant.contract.case(at, seed, plan.device)
-        axes, device = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
-        if reason := variant.unsupported_reason(axes, device, device_facts(device)):
-            return {"status": "unsupported", "reason": reason}
-        ready = prepare(variant, case)  # what will be timed
+        ready = prepare_supported(variant, case)  # what will be timed
         arguments = variant.contract.bind_arguments((), ready.case.inputs)
         axes, device = variant.contract.bind_axes(arguments)
         config = None
         if variant.kind == "triton":
             config = Kernel(variant, context.tuning, dict(pick.pins)).config(axes, device, arguments)
         return _columns(check_case(ready.variant, ready.case, config, slack=slack_of(variant)), seed)
+    except UnsupportedError as error:
+        return {"status": "unsupported", "reason": str(error)}
     except (Exception, SystemExit) as error:
         return {"status": "failed", "reason": describe_error(error), "seed": seed, "replay": None}
 

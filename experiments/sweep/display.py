@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from experiments.progress import ProgressLines, format_clock
 from experiments.stages.task import Task
 
 
@@ -25,6 +26,7 @@ class Display(AbstractContextManager["Display"]):
             console=console,
         )
         self._bar = self._progress.add_task("", total=None, left="", doing="")
+        self._lines = ProgressLines(self._progress, self._bar, console)
         self._seconds: dict[str, list[float]] = {}
 
     def __enter__(self) -> "Display":
@@ -43,6 +45,7 @@ class Display(AbstractContextManager["Display"]):
 
     def doing(self, task: Task, text: str) -> None:
         self._progress.update(self._bar, description=task.phase, doing=f"{task.key} {text}".strip())
+        self._lines.tell()
 
     def ended(self, task: Task, seconds: float) -> None:
         for group in _groups(task):
@@ -67,10 +70,3 @@ def time_left(seconds: dict[str, list[float]], left: Sequence[Task]) -> float | 
     if "all" not in seconds:
         return None
     return sum(statistics.fmean(next(seconds[group] for group in _groups(task) if group in seconds)) for task in left)
-
-
-def format_clock(seconds: float) -> str:
-    """ "0:07", "1:02:03"."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

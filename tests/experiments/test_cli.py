@@ -15,11 +15,11 @@ from typer.testing import CliRunner, Result
 
 import tkernels
 from experiments.cli import app
-from experiments.commands.ops import DrawnAxes
+from experiments.commands.op_rows import DrawnAxes
 from tests.tkernels.outside import write_variant
 from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 ROOT = Path(__file__).parents[2]
 WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")

@@ -12,8 +12,8 @@ import tkernels.verification.mutation.equivalent
 from experiments.cli import app
 from experiments.commands.mutate import problems
 from tests.tkernels.outside import write_variant
-from tkernels.verification.mutation.campaign import Outcome, score, trials
-from tkernels.verification.mutation.pool import Fate
+from tkernels.verification.mutation.campaign import KINDS, Outcome, score, trials
+from tkernels.verification.mutation.pool import KILLED, Fate
 
 FUSED = tkernels.OPS["swiglu"].variants["fused"]
 TRIAL = next(trials([FUSED]))
@@ -29,8 +29,9 @@ def test_mutants_of_one_op_as_json() -> None:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["score"] == 1.0
-    assert document["mutants"] == sum(row["verdict"] in ("value", "crash") for row in document["rows"]) >= 5
+    assert document["mutants"] == sum(row["verdict"] in KILLED for row in document["rows"]) >= 5
     assert {row["kind"] for row in document["rows"]} >= {"mask_dropped", "stride_swapped", "off_by_one"}
+    assert {row["part"] for row in document["rows"]} == {"kernel", "launcher"}
 
 
 def test_a_survivor_is_shown_with_its_diff(tmp_path: Path) -> None:
@@ -66,16 +67,23 @@ def test_declared_equivalents_are_compared_with_their_originals(monkeypatch: pyt
     ("verdicts", "whole", "complaint"),
     [
         ({"value": 60, "crash": 40}, True, ""),
-        ({"value": 95, "survived": 5}, True, ""),
-        ({"value": 94, "survived": 6}, True, "94.0% killed, 95% wanted"),
+        ({"value": 99, "survived": 1}, True, ""),
+        ({"value": 98, "survived": 2}, True, "kernels: 98.0% killed, 99% wanted"),
         ({"value": 99, "does_not_compile": 50, "same_code": 50}, True, "99 mutants, at least 100 wanted"),
         ({"value": 9}, False, ""),
-        ({"does_not_compile": 9}, False, "0.0% killed, 95% wanted"),
+        ({"does_not_compile": 9}, False, "kernels: 0.0% killed, 99% wanted"),
     ],
 )
 def test_when_it_fails(verdicts: dict[str, int], whole: bool, complaint: str) -> None:
     outcomes = ended(verdicts)
     assert ", ".join(problems(outcomes, score(outcomes), whole)) == complaint
+
+
+def test_kernels_do_not_carry_launchers() -> None:
+    launcher = next(trial for trial in trials([FUSED], KINDS["launcher"]))
+    missed = Outcome(launcher, Fate(launcher.mutant, FUSED, "survived"))
+    outcomes = [*ended({"value": 990}), missed]
+    assert problems(outcomes, score(outcomes), whole=True) == ["launchers: 0.0% killed, 99% wanted"]
 
 
 def test_equivalents_are_few_and_survive() -> None:

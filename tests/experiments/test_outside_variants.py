@@ -7,10 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.cli import app
+from experiments.commands.choices import choose_variants
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
 from tests.experiments.conftest import Write
 from tests.tkernels.outside import write_variant
+from tkernels import OPS
 
 
 @pytest.fixture
@@ -48,3 +50,16 @@ def test_commands_go_on_without_it_unless_they_are_asked_for_it(two: Path) -> No
     refused = CliRunner().invoke(app, ["check", "--op", "swiglu", "--variants-from", str(two)])
     assert refused.exit_code == 2
     assert f"error: --variants-from: {two / 'swiglu' / 'exits.py'}: cannot be imported: " in refused.stderr
+
+
+@pytest.mark.parametrize(("op", "variant"), [("swiglu", "mine"), ("swigluy", None)])
+def test_a_name_that_is_nowhere_says_which_folders_were_looked_in_and_what_was_left_out(
+    tmp_path: Path, op: str, variant: str | None
+) -> None:
+    folder = write_variant(tmp_path, op="swiglux", name="mine")
+    file, reason = folder / "swiglux" / "mine.py", f"{folder / 'swiglux'}: unknown op 'swiglux'"
+    with pytest.raises(ExperimentError) as refused:
+        choose_variants(OPS.with_variants_from(folder, {file: reason}), op, variant)
+    unknown, left_out = refused.value.problems
+    assert f"--variants-from {folder} was looked in too" in unknown
+    assert left_out == f"--variants-from: {reason}"

@@ -21,7 +21,8 @@ from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
 from tkernels.device import TARGETS, device_facts
 from tkernels.measurement import CPU_SIZE, cut_axes
-from tkernels.verification.check import check_case, chooser
+from tkernels.verification.check import check_case
+from tkernels.verification.draws import chooser
 from tsched import SamplingParams
 
 PAGED = {"D": 32, "Dv": 32, "Hq": 4, "Hkv": 2, "S": 8, "N": 5, "activation": "float64", "kv": "float64"}

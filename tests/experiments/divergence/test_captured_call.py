@@ -16,7 +16,7 @@ from tkernels import Config
 from tkernels.contract import Axes
 from tkernels.inputs import tensors_in
 from tkernels.verification.calls import same_bits
-from tkernels.verification.check import chooser
+from tkernels.verification.draws import chooser
 
 
 @pytest.mark.parametrize("op", tkernels.OPS)

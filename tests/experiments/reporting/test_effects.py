@@ -1,5 +1,7 @@
 """From a kernel alone to tokens: one table of what a swap did at every level, and the rest of the step by name."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,10 @@ from experiments.reporting.arms import merge_processes
 from experiments.reporting.effects import Ratio, effects_of, effects_table
 from experiments.reporting.steps import GEMMS, steps_of
 from experiments.reporting.tables import tables_of
+from experiments.runs.comparison import Effect, Outcome
 from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row
-from experiments.runs.verdicts import compare_arms
+from experiments.runs.verdicts import Paired, compare_arms
 from tests.experiments.conftest import Run, checkpoint
 from tests.experiments.reporting.recorded import record
 from tkernels import OPS
@@ -91,6 +94,9 @@ def test_one_line_says_alone_of_the_step_and_end_to_end() -> None:
     heading, before, line = table.lines
     assert [cell.text for cell in before if not isinstance(cell, str)][-3:] == ["0.90", "-", "-"]
     assert heading == "w: swiglu"
+    same = effects_table([*ROWS[:-1], ROWS[-1].model_copy(update={"first_divergence": None})], ["swiglu"])
+    assert same is not None
+    assert getattr(same.lines[-1][-1], "text", None) == "never"
     assert [cell.text for cell in line if not isinstance(cell, str)] == [
         "fused", "1.40x", "11.0%", "1.03x", "0.70", "2e-04", "2/5",
     ]  # fmt: skip
@@ -105,6 +111,13 @@ def test_a_ratio_has_the_spread_of_both_sides_and_of_every_point() -> None:
     table = effects_table([slow, fast, *ROWS[-4:]], ["swiglu"])
     assert table is not None
     assert [line[3].text for line in table.lines if not isinstance(line, str)] == ["1.00x", "1.03x (0.05)"]
+
+
+def test_a_speed_is_as_sure_as_the_time_that_it_is_of() -> None:
+    spreads = {"torch": 2.8, "fused": 0.0}
+    rows = [row.model_copy(update={"iqr_us": spreads[row.arm["swiglu"]]}) for row in ROWS[:2]]
+    (_, effect) = effects_of([*rows, TORCH, FUSED], ["swiglu"])
+    assert effect.alone == Ratio(pytest.approx(1.4), pytest.approx(0.14))
 
 
 def test_alone_is_of_the_arms_own_points_and_of_others_where_there_are_none() -> None:
@@ -138,7 +151,7 @@ def replicated(ratio: float, swing: float) -> list[Row]:
     return [*rows, *(step(arm, f"swiglu.{arm.arm['swiglu']}", "op", 150, 150) for arm in (TORCH, FUSED))]
 
 
-@pytest.mark.parametrize(("ratio", "swing", "mark"), [(1.2, 0.001, ""), (1.001, 0.3, "~")])
+@pytest.mark.parametrize(("ratio", "swing", "mark"), [(1.2, 0.001, ""), (0.8, 0.001, ""), (1.001, 0.3, "~")])
 def test_a_ratio_is_the_one_that_was_tested_and_says_what_the_test_said(
     ratio: float, swing: float, mark: str, tmp_path: Path
 ) -> None:
@@ -149,12 +162,16 @@ def test_a_ratio_is_the_one_that_was_tested_and_says_what_the_test_said(
     assert effect.end_to_end is not None
     assert effect.alone is not None
     assert effect.end_to_end.value == pytest.approx(verdicts["tokens_per_s"].ratio)
-    assert effect.end_to_end.outcome == verdicts["tokens_per_s"].outcome == ("within noise" if mark else "better")
+    said = "within noise" if mark else "better" if ratio > 1 else "worse"
+    assert effect.end_to_end.outcome == verdicts["tokens_per_s"].outcome == said
     assert effect.alone.value == pytest.approx(1 / verdicts["median_us"].ratio)
-    assert effect.alone.outcome == verdicts["median_us"].outcome
+    assert effect.alone.outcome == verdicts["median_us"].outcome == said
     table = tables_of(rows)["effects"]
     assert table.lines[-1][3].text.startswith(f"{mark}{verdicts['tokens_per_s'].ratio:.2f}x (")  # type: ignore[union-attr]
-    assert "~: within noise" in table.caption
+    assert (
+        "in brackets the ratio's IQR. Both ratios are those that were tested, of means over processes, beside the "
+        "yardstick's; ~: within noise, of several points at each; the others are real differences. error: over"
+    ) in table.caption
 
 
 def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() -> None:
@@ -170,6 +187,53 @@ def test_a_pair_that_the_runs_arms_are_not_compared_by_is_judged_all_the_same() 
     few = effects_of(merge_processes(rows[:8]), ["swiglu"], rows[:8])[1].end_to_end
     assert few is not None
     assert few.outcome is None  # of two processes no test is made
+
+
+def in_processes(rows: Sequence[Row], count: int) -> list[Row]:
+    """So many processes of each row, on a machine that is slower in every other one."""
+    return [
+        row.model_copy(update={"replicate": replicate} | {
+            name: value * (1 + 0.1 * (replicate % 2))
+            for name in ("median_us", "tokens_per_s") if (value := getattr(row, name)) is not None
+        })
+        for replicate in range(count) for row in rows
+    ]  # fmt: skip
+
+
+def test_what_some_processes_lack_cannot_be_told_beside_what_can() -> None:
+    arms = in_processes([engine("torch", "torch", 1000.0), engine("fused", "torch", 1200.0)], 6)
+    timings = in_processes([kernel("torch", "decode", 28.0), kernel("fused", "decode", 20.0)], 2)
+    rows = [*arms, *timings, step(TORCH, "swiglu.torch", "op", 150, 150), step(FUSED, "swiglu.fused", "op", 110, 110)]
+    (_, effect) = effects_of(merge_processes(rows), ["swiglu"], rows)
+    assert effect.end_to_end == Ratio(pytest.approx(1.2), pytest.approx(0), "better")
+    assert effect.alone is not None
+    assert (effect.alone.value, effect.alone.outcome) == (pytest.approx(1.4), "cannot tell")
+    table = effects_table(merge_processes(rows), ["swiglu"], rows)
+    assert table is not None
+    assert [cell.text.partition(" ")[0] for cell in table.lines[-1][1:4]] == ["?1.40x", "11.0%", "1.20x"]  # type: ignore[union-attr]
+    assert " the others are real differences. ?: of too few processes to tell. error: over" in table.caption
+    assert [[getattr(line[place], "tone", None) for place in (1, 3)] for line in table.lines[1:]] == [
+        ["", ""], ["cannot tell", "better"],
+    ]  # fmt: skip
+
+
+def test_two_rows_of_one_process_leave_the_medians_without_a_test() -> None:
+    rows = in_processes([engine("torch", "torch", 1000.0), engine("fused", "torch", 1200.0)], 6)
+    twice = [*rows, *rows[-2:]]
+    (_, effect) = effects_of(merge_processes(twice), ["swiglu"], twice)
+    assert effect.end_to_end is not None
+    assert (effect.end_to_end.value, effect.end_to_end.outcome) == (pytest.approx(1.2), None)
+
+
+def test_of_several_points_the_spread_and_the_outcome_are_those_of_all() -> None:
+    def paired(outcome: Outcome, *ratios: float) -> Paired:
+        effect = Effect(outcome, math.exp(math.fsum(map(math.log, ratios)) / len(ratios)))
+        return Paired(effect, {place: math.log(ratio) for place, ratio in enumerate(ratios)})
+
+    noise, real = paired("within noise", 2.0, 2.0, 2.0), paired("better", 0.5, 0.5, 0.125, 0.5)
+    found = Ratio.judged([noise, real], -1)
+    assert found == Ratio(pytest.approx((2 * 0.5**1.5) ** -0.5), pytest.approx((1.0 + 2.0) / 2 - 1.0), "better")
+    assert Ratio.judged([noise, noise], 1) == Ratio(pytest.approx(2.0), pytest.approx(0.0), "within noise")
 
 
 def test_only_arms_that_differ_in_nothing_else_are_compared() -> None:
@@ -245,3 +309,26 @@ def test_a_run_records_the_steps_of_every_arm_that_it_timed(run: Run, checkpoint
     table = tables_of(folder.rows)["effects"]
     line = table.lines[-1]
     assert [cell.text for cell in line if not isinstance(cell, str)][:2] == ["fused", "n/m"]
+
+
+def test_the_table_says_what_its_columns_are_and_what_an_arm_has_besides() -> None:
+    arms = [
+        engine(name, "torch", 9.0, **{"workload.num_requests": size}) for name in ("torch", "fused") for size in (8, 16)
+    ]
+    rows = [*arms, *(step(arm, f"swiglu.{arm.arm['swiglu']}", "op", 150, 150) for arm in arms)]
+    table = effects_table(rows, ["swiglu"])
+    assert table is not None
+    assert table.title == "From a kernel alone to tokens"
+    assert table.caption == (
+        "alone: speed of the kernel over the first variant's, the geometric mean over the points of the arm's own "
+        "workload; of step: its share of a step; tokens/s: over those with the first variant; in brackets the ratio's "
+        "IQR. error: over what is allowed; drift, differs: of log-probabilities, and request/token of the first other "
+        "token, beside the first arm of the same model and workload. n/m: not measured."
+    )
+    names = ["variant", "with", "alone", "of step", "tokens/s", "error", "drift", "differs"]
+    assert [column.name for column in table.columns] == names
+    lines = [[cell.text for cell in line] for line in table.lines if not isinstance(line, str)]
+    assert lines == [
+        [variant, f"num_requests {size}", "n/m", "15.0%", "1.00x", "-", "-", "-"]
+        for size in (8, 16) for variant in ("torch", "fused")
+    ]  # fmt: skip

@@ -12,8 +12,11 @@ from experiments.reporting.rendering import as_html
 from experiments.reporting.report import report_of
 from experiments.reporting.tables import check_table, parity_table, tables_of
 from experiments.reporting.verdict import Verdict, verdict_of
+from experiments.runs import verdicts as judgement
+from experiments.runs.comparison import Effect, Outcome
 from experiments.runs.reading import read_run
 from experiments.runs.rows import Row
+from experiments.runs.verdicts import Comparison
 from tests.experiments.reporting.recorded import QUANTILES, check, everything, kernel, parity, record, served
 
 
@@ -98,6 +101,8 @@ def test_a_peer_stands_in_the_range_of_its_place() -> None:
     text = verdict(rows)
     assert "With “num_requests=2”, not judged: one process an arm; 500 tokens/s (peer transformers_padded) to" in text
     assert "with “num_requests=1”, not judged: one process an arm; 1,000 tokens/s. " in text
+    assert text.startswith("3 of 3 arms timed; ")
+    assert not judge([*rows[:2], rows[2].model_copy(update={"requests_failed": 1})]).good
 
 
 @pytest.mark.parametrize(
@@ -197,6 +202,76 @@ def test_nothing_is_made_of_what_was_not_measured() -> None:
     assert not judge([]).good
 
 
+def test_what_was_checked_and_never_timed_counts() -> None:
+    assert verdict([check("swiglu", "torch")]) == (
+        "The variant was right at the 1 point of this run. 0 of 1 variant timed."
+    )
+    skipped = check("swiglu", "tma", "unsupported")
+    assert verdict([skipped]).startswith("No variant could be checked. ")
+    at_two = [check("swiglu", "torch"), check("swiglu", "torch", point="prefill"), skipped]
+    assert verdict(at_two).startswith("The variant was right at the 2 points of this run. 0 of 2 variants timed")
+    wrong = [check("swiglu", name, "wrong") for name in ("a", "b", "c", "d", "e")]
+    assert verdict(wrong).startswith(
+        "5 of 5 variants are not right at the 1 point of this run (swiglu.a, swiglu.b, swiglu.c and 2 more). "
+    )
+    assert verdict(wrong[:3]).startswith(
+        "3 of 3 variants are not right at the 1 point of this run (swiglu.a, swiglu.b, s"
+    )
+
+
+def test_a_check_says_nothing_of_why_there_is_no_time_and_a_failure_does() -> None:
+    assert verdict([check("swiglu", "torch", "failed")]).endswith("(swiglu.torch). 0 of 1 variant timed.")
+    failed = Row(
+        stage="engine", run_id="r", dtype="float32", device="cpu", arm={"swiglu": "torch"}, status="failed",
+        reason="out of memory", workload="",
+    )  # fmt: skip
+    assert verdict([failed]) == "0 of 1 arm timed (out of memory)."
+
+
+def test_the_method_with_the_lowest_perplexity_is_told_for_each_number_of_bits() -> None:
+    (rtn,) = [row for row in everything() if row.method == "rtn"]
+    found = [("rtn", 4, 27.0), ("rtn", 3, 29.0), ("gptq", 3, 28.14), ("gptq", 4, 27.5), ("gptq", 8, 26.5)]
+    rows = [rtn.model_copy(update={"method": name, "bits": bits, "perplexity": value}) for name, bits, value in found]
+    assert verdict(rows) == "The lowest perplexity is gptq's at 3, 8 bits (28.14, 26.5), rtn's at 4 bits (27)."
+
+
+def test_of_several_reasons_the_most_common_is_told_and_the_others_are_counted() -> None:
+    reasons = ["cold", "hot", "hot", "wet", "dry"]
+    rows = [served("engine", None, "", arm={"swiglu": str(i)}, speed_reason=why) for i, why in enumerate(reasons)]
+    assert verdict(rows) == "0 of 5 arms timed (hot; 3 other reasons)."
+    assert verdict(rows[:3]) == "0 of 3 arms timed (hot; 1 other reason)."
+
+
+def test_what_a_server_answered_is_judged_like_an_engine() -> None:
+    rows = [served("http", speed, "chat", arm={"swiglu": name}) for name, speed in (("a", 100.0), ("b", 200.0))]
+    assert verdict(rows) == ("2 of 2 arms timed; not judged: one process an arm; 100 tokens/s (a) to 200 tokens/s (b).")
+    assert not judge([served("http", 100.0, "chat", requests_failed=1)]).good
+
+
+def test_a_run_is_good_where_nothing_is_wrong_and_nothing_failed() -> None:
+    right = check("swiglu", "torch")
+    statuses = [check("swiglu", "fused", status) for status in ("ok", "unsupported", "wrong", "failed")]
+    assert [judge([right, one]).good for one in statuses] == [True, True, False, False]
+
+
+def test_the_worst_serving_is_the_one_with_the_largest_share_of_failed_requests() -> None:
+    counts = {"a": (3, 8), "b": (1, 2), "c": (4, 9)}
+    rows = [
+        served("engine", 9.0, "", arm={"swiglu": name}, requests_failed=failed, requests=requests)
+        for name, (failed, requests) in counts.items()
+    ]
+    assert verdict(rows).startswith("Requests failed in 3 of 3 servings (the most: 1 of 2, b)")
+    assert verdict(rows[2:]).startswith("4 of 9 requests failed. ")
+
+
+def test_comparisons_that_differ_are_counted() -> None:
+    arms = [served("engine", 9.0, "chat", arm={"swiglu": name}) for name in ("torch", "a", "b")]
+    one = [*arms, parity({"swiglu": "a"}, 3), parity({"swiglu": "b"}, 4)]
+    assert verdict(one).startswith("1 of 2 comparisons with the first arm differs in some token. ")
+    two = [*arms, parity({"swiglu": "a"}, 3), parity({"swiglu": "b"}, 2)]
+    assert verdict(two).startswith("2 of 2 comparisons with the first arm differ in some token. ")
+
+
 def test_of_kernels_alone_no_variant_is_called_the_fastest_without_a_test() -> None:
     times = [("torch", 3.0, 1), ("fused", 2.0, 1), ("torch", 3.0, 2), ("fused", 4.5, 2), ("torch", 9.0, 4)]
     rows: list[Row] = [kernel("swiglu", name, us, {"T": size}) for name, us, size in (*times, ("fused", 3.0, 4))]
@@ -215,6 +290,9 @@ def test_a_busy_machine_is_said_beside_the_verdict() -> None:
     )
     assert "busy" not in verdict([rows[0].model_copy(update={"load_after": 2.1})], host=host)
     assert "busy" not in verdict(rows)  # nobody knows how many cores there were
+    at_most = [served("engine", 1000.0, "", load_before=2.5, load_after=7.94)]
+    assert "(before and after tasks, 1 of 2 times more than 1.25 a core)" in verdict(at_most, host=host)
+    assert "busy" not in verdict([at_most[0].model_copy(update={"load_after": 2.5})], host=host)
 
 
 def test_outside_variants_that_were_never_checked_are_named() -> None:
@@ -289,3 +367,110 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert "(a change of >999% would have been found)" in noise.verdict.sentence
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
     assert slower.verdict.sentence == "2 of 2 arms timed; no arm is faster than torch, and 1 of 1 others are slower."
+
+
+def compared(
+    arm: str,
+    ratio: float,
+    outcome: Outcome,
+    ends: tuple[float, float] = (0.5, 4.0),
+    place: str = "engine, chat, float32",
+    figure: str = "tokens_per_s",
+) -> judgement.Verdict:
+    """What a test says of one figure of an arm, beside the arm torch."""
+    effect = Effect(outcome, ratio, *ends, smallest=0.02)
+    return judgement.Verdict(place, arm, figure, "", effect, 1.0, ratio, (5, 5), False, None, "torch")
+
+
+def said_of(*verdicts: judgement.Verdict) -> str:
+    """What the verdict makes of what was compared; nothing else is known of the run."""
+    found = verdict_of([], 5, True, Comparison("run", "", verdicts, 0.0), {})
+    return " ".join([found.sentence, *found.notes])
+
+
+def test_a_peer_that_really_differs_is_told_from_the_first_arms_side() -> None:
+    slow, fast = compared("peer a", 0.5, "worse", (0.4, 0.625)), compared("peer b", 2.0, "better", (1.6, 2.5))
+    same, other = compared("peer c", 1.1, "within noise"), compared("fused", 0.9, "worse")
+    text = said_of(slow, fast, same, other)
+    assert "; torch serves 2 times the tokens per second of a (1.6 to 2.5)" in text
+    assert "; torch serves 0.5 times the tokens per second of b (0.4 to 0.625)" in text
+    assert text.count("torch serves ") == 2
+
+
+def test_of_arms_that_are_really_faster_the_fastest_is_told_to_the_digit_that_shows_it() -> None:
+    sure, wide = compared("fused", 1.00312, "better"), compared("wide", 1.4, "within noise")
+    assert said_of(sure, wide) == ("The arm fused serves 1.003 times the tokens per second of torch (0.5 to 4).")
+    assert said_of(compared("a", 1.25, "better"), compared("b", 2.126, "better")) == (
+        "The arm b serves 2.13 times the tokens per second of torch (0.5 to 4)."
+    )
+
+
+def test_what_is_served_is_judged_and_what_cannot_be_told_comes_last() -> None:
+    unknown = [compared(name, 1.5, "cannot tell") for name in "ab"]
+    server = compared("b", 2.0, "better", place="http, chat")
+    elsewhere = compared("rtn", 3.0, "better", place="quantization, float32")
+    assert said_of(*unknown, server, elsewhere) == (
+        "With “http”, the arm b serves 2 times the tokens per second of torch (0.5 to 4). "
+        "With “engine, float32”, not judged: of 2 arms there are too few processes."
+    )
+
+
+def test_each_figure_that_users_wait_for_has_its_name_and_the_one_that_differs_most_is_told() -> None:
+    names = {"ttft_s.p50": "first token (p50)", "tpot_s.p50": "time per token (p50)", "gap_s.p99": "gap (p99)"}
+    for figure, name in names.items():
+        others = [compared("near", 1.5, "worse", figure=one) for one in names]
+        most = compared("far", 0.5, "better", (0.4, 0.6), figure=figure)
+        text = said_of(compared("far", 1.0, "within noise"), *others, most)
+        assert text.endswith(
+            f"; of what users wait for, the {name} differs most: that of far is 0.5 times that of torch (0.4 to 0.6)."
+        )
+    assert "wait" not in said_of(
+        compared("far", 1.0, "within noise"), compared("far", 9.0, "within noise", figure=figure)
+    )
+
+
+def test_places_are_told_by_all_that_not_all_share_and_the_best_comes_first() -> None:
+    def place(*parts: str) -> str:
+        return ", ".join(("engine", *parts, "float32"))
+
+    text = said_of(
+        compared("fused", 1.5, "better", place=place("a", "workload.input_len=8")),
+        compared("fused", 2.5, "better", place=place("b", "workload.input_len=8")),
+        compared("fused", 0.5, "worse", place=place("b", "workload.input_len=9")),
+    )
+    where = [text.lower().index(f"with “{one}”, ") for one in ("b, input_len=8", "a, input_len=8", "b, input_len=9")]
+    assert where == sorted(where)
+
+
+def points(outcomes: str, arm: str = "fused") -> list[judgement.Verdict]:
+    """An arm's times at T=1, T=2 and so on: "f" where it is really faster, twice as fast, "s" slower, "n" noise and
+    "w" wild noise.
+    """
+    kinds: dict[str, tuple[float, Outcome]] = {
+        "f": (0.5, "better"), "s": (2.0, "worse"), "n": (0.9, "within noise"), "w": (0.1, "within noise"),
+    }  # fmt: skip
+    return [
+        compared(arm, *kinds[one], place=f"swiglu, T={size}, float32", figure="median_us")
+        for size, one in enumerate(outcomes, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "which", "counted"),
+    [
+        ("fff", "torch is beaten by fused at 3, up to 2 times as fast.", "3 better"),
+        ("fsf", "torch is beaten by fused at 2, up to 2 times as fast (T=1, T=3).", "2 better, 1 worse"),
+        ("ffnf", "torch is beaten by fused at 3, up to 2 times as fast (T=1 to T=2, T=4).", "3 better, 1 within noise"),
+        ("sn", "no variant is faster than torch.", "1 worse, 1 within noise"),
+    ],
+)
+def test_points_at_which_a_variant_is_faster_are_named(outcomes: str, which: str, counted: str) -> None:
+    count = len(outcomes)
+    text = f"For swiglu, of {count} points, {which} Of {count} kernel times beside the first variant's, {counted}."
+    assert said_of(*points(outcomes)) == text
+
+
+def test_the_variant_that_is_the_fastest_at_the_most_points_is_told_first() -> None:
+    many, few = "many at 2, up to 2 times as fast (T=2 to T=3)", "few at 1, up to 2 times as fast (T=1)"
+    found = said_of(*points("fnss", "few"), *points("sffs", "many"), *points("wwww", "wild"))
+    assert f"torch is beaten by {many}, {few}." in found

@@ -37,8 +37,18 @@ def test_a_variant_is_unchecked_until_tk_check_finds_it_right_and_again_when_it_
     assert check(tmp_path, "--axes", "T=2") == 0
     assert unchecked(tmp_path) == ["swiglu.mine"]  # not all of its axes were drawn
     assert check(tmp_path, "--examples", "2") == 0
+    assert unchecked(tmp_path) == ["swiglu.mine"]  # fewer cases than a check has
+    assert check(tmp_path) == 0
     assert unchecked(tmp_path) == []
     mine.write_text(mine.read_text() + "# another\n")
+    assert unchecked(tmp_path) == ["swiglu.mine"]
+
+
+def test_a_variant_whose_drawn_cases_were_left_out_stays_unchecked(mine: Path, tmp_path: Path) -> None:
+    rare = "supports=lambda axes, device: None if axes['I'] > 2100 else 'wide rows only')"
+    head, _, _ = mine.read_text().rstrip().rpartition(")")
+    mine.write_text(f"{head}, {rare}\n")
+    assert check(tmp_path) == 0  # its wide cases are right
     assert unchecked(tmp_path) == ["swiglu.mine"]
 
 

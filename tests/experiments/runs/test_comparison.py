@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from experiments.runs.comparison import LEVEL, RUN_SPREAD, Difference, Sample, judge, two_sided_quantile
-from experiments.runs.drift import drift_of, slow_share
+from experiments.reporting.comparison_tables import OUTCOMES
+from experiments.runs.comparison import LEVEL, RUN_SPREAD, Difference, Effect, Sample, judge, two_sided_quantile
+from experiments.runs.drift import carried_drift, drift_of, slow_share
 
 
 def between_runs(
@@ -40,6 +41,18 @@ def test_without_drift_the_difference_is_welchs_and_what_a_run_has_of_its_own() 
     assert found.df == pytest.approx((2.5 + own) ** 2 / (0.5**2 / 4 + 2**2 / 4))
 
 
+def test_drift_is_carried_from_one_run_into_the_next() -> None:
+    walk, wave = 2 / 3 * 2, (1 / 2 + 1 / 4) / 2  # of two processes each, in steps: their means, and their slow waves
+    assert carried_drift(2) == pytest.approx(walk / (2 * wave / 2))
+    first, second = [1.0, 2.0, 4.0, 5.0, 3.0], [2.0, 6.0, 4.0, 10.0, 8.0]
+    still, drifting = (between_runs(first, second, drift) for drift in (0.0, 0.5))
+    slow = 2.5 * 0.5 * carried_drift(5)
+    assert drifting.variance == pytest.approx(still.variance + slow)
+    assert drifting.df == pytest.approx(drifting.variance**2 / (0.5**2 / 4 + 2**2 / 4 + slow**2 / 4))
+    paired_still, paired_drifting = (paired(first, drift) for drift in (0.0, 0.5))
+    assert paired_drifting.variance == pytest.approx(1.5 * paired_still.variance)  # of one series, there is no next
+
+
 def test_what_is_paired_is_judged_by_its_differences() -> None:
     found = paired([0.1, 0.2, 0.3, 0.2, 0.2], 0.0)
     assert (found.mean, found.df) == (pytest.approx(0.2), pytest.approx(4))
@@ -63,6 +76,9 @@ def test_a_trend_is_slow_and_what_alternates_is_not() -> None:
     assert slow_share([0, 1, 2, 3, 4, 5, 6, 7]) > 3
     assert slow_share([0, 1, 0, 1, 0, 1, 0, 1]) < 0.2
     assert slow_share([3.0] * 8) == slow_share([1.0, 2.0, 5.0]) == 1.0
+    first_wave = [math.cos(math.pi * (place + 0.5) / 7) for place in range(7)]
+    assert slow_share(first_wave) == pytest.approx((7 - 1) / 2)  # all that there is, in one of the two slow waves
+    assert slow_share([math.cos(3 * math.pi * (place + 0.5) / 7) for place in range(7)]) == pytest.approx(0, abs=1e-9)
     assert drift_of([[0, 1, 0, 1, 0, 1, 0, 1]]) == 0
     assert drift_of([]) == 0
 
@@ -77,6 +93,7 @@ def test_the_worst_figure_is_judged_first_and_holm_raises_the_level_for_the_next
     differences = {str(index): Difference(-size, variance, df) for index, size in enumerate(sizes)}
     effects = judge(differences, {"0": "lower", "1": "higher", "2": "lower"})
     assert [effects[name].outcome for name in "012"] == ["better", "worse", "within noise"]
+    assert [*(effects[name].outcome for name in "012"), "cannot tell"] == [*OUTCOMES]
     for effect in effects.values():  # the interval says what the verdict says
         assert effect.low is not None
         assert effect.high is not None
@@ -87,9 +104,15 @@ def test_the_worst_figure_is_judged_first_and_holm_raises_the_level_for_the_next
 
 def test_values_without_any_spread() -> None:
     same = {"a": paired([0.0] * 5, 0.0), "b": paired([0.5] * 5, 0.0)}
+    assert same["a"].df == 1
     effects = judge(same, {"a": "lower", "b": "lower"})
     assert effects["a"].outcome == "within noise"
     assert (effects["b"].outcome, effects["b"].low) == ("worse", pytest.approx(math.exp(0.5)))
+
+
+def test_of_what_cannot_be_told_there_is_a_ratio_and_nothing_else() -> None:
+    found = Effect("cannot tell", 2.0)
+    assert (found.low, found.high, found.smallest) == (None, None, None)
 
 
 def series(kind: str, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

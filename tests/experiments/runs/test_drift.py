@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.runs.comparison import LEVEL
-from experiments.runs.drift import slope_of, slope_spread
+from experiments.runs.drift import Slope, slope_of, slope_spread, trimmed_share
 from tests.experiments.runs.test_comparison import between_runs, paired
 
 GROUPS, SPREAD = 4, slope_spread()
@@ -56,6 +56,34 @@ def test_one_disturbed_process_does_not_decide() -> None:
     assert slope_of([(figures, yardsticks), *others], SPREAD).value == pytest.approx(1.0, abs=0.15)
 
 
+def ahead(residuals: list[float]) -> float:
+    """The slope less 2 of figures so far from twice a yardstick that is known all but exactly; no prior to speak of."""
+    yardsticks = [-400.0, -200.0, -100.0, 0.0, 100.0, 200.0, 400.0]
+    figures = [2 * yardstick + residual for yardstick, residual in zip(yardsticks, residuals, strict=True)]
+    return slope_of([(figures, yardsticks)], spread=1e6).value - 2
+
+
+def test_what_lies_seven_times_the_usual_distance_from_the_slope_is_left_out() -> None:
+    usual = [1.0, -1.0, 1.0, 0.0, -1.0, 1.0]
+    assert ahead([*usual, 7.5]) == pytest.approx(ahead([*usual, 1000.0]), abs=1e-9)
+    assert ahead([*usual, 6.5]) > ahead([*usual, 1000.0]) + 1e-6
+
+
+def test_what_is_left_out_does_not_depend_on_how_large_the_noise_is() -> None:
+    residuals = [3.0, -1.0, 1.0, 0.0, -1.0, 2.0, 4.0]
+    small, large = ahead([one / 1000 for one in residuals]), ahead(residuals)
+    assert small == pytest.approx(large / 1000, rel=1e-2)
+
+
+def test_where_nothing_was_expected_slope_and_variance_are_those_of_least_squares() -> None:
+    yardsticks = [-200.0, -100.0, 0.0, 100.0, 200.0]
+    figures = [2 * yardstick + rest for yardstick, rest in zip(yardsticks, [1.0, -1.0, 0.0, -1.0, 1.0], strict=True)]
+    slope = slope_of([(figures, yardsticks)], spread=1e6)
+    assert slope.value == pytest.approx(2.0, rel=1e-6)
+    assert slope.variance == pytest.approx(4.0 / (5 - 2) / (2 * 200.0**2 + 2 * 100.0**2), rel=1e-6)
+    assert slope.spent == pytest.approx(1.0)
+
+
 def test_the_yardsticks_own_noise_draws_no_slope_to_zero() -> None:
     generator = np.random.default_rng(8)
     moved = 0.015 * generator.standard_normal((20, 20))
@@ -98,3 +126,20 @@ def test_a_machine_that_is_another_one_between_two_steady_runs_proves_nothing() 
     near = [*yardsticks[0].tolist()], [*yardsticks[0].tolist()]
     assert steady.variance_between_runs(*near) == 0.0
     assert steady.variance_between_runs(near[0], [one + 0.1 for one in near[1]]) > 0.045**2
+
+
+def test_levels_of_runs_that_are_three_standard_errors_apart_say_nothing_of_the_slope_within_them() -> None:
+    slope = Slope(value=1.0, variance=0.04, spread=0.5, spent=0.0)
+    steady = [0.0, 0.1, 0.2]  # a variance of 0.01, and of the difference of two means so far apart 2 / 3 of that
+    assert slope.variance_between_runs(steady, [one + 0.1 for one in steady]) == pytest.approx(0.1**2 * 0.04)
+    far = [one - 1.0 for one in steady]
+    assert slope.variance_between_runs(steady, far) == pytest.approx(0.04 + (1 - 9 * 0.02 / 3) * 0.25)
+
+
+def test_of_eight_processes_a_fifth_is_left_out_at_either_end_and_of_fewer_none() -> None:
+    assert [trimmed_share(count) for count in (7, 8)] == [0.0, 0.2]
+
+
+def test_each_figure_needs_its_yardstick() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        Slope(1.0, 0.1, 0.1, 0.0).take_off([1.0, 2.0], [1.0])

@@ -4,8 +4,9 @@ import io
 
 from rich.console import Console
 
+from experiments.progress import format_clock
 from experiments.stages.task import Phase, Task
-from experiments.sweep.display import Display, format_clock, time_left
+from experiments.sweep.display import Display, time_left
 
 
 def task(key: str, phase: Phase = "engine") -> Task:

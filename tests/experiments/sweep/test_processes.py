@@ -26,6 +26,7 @@ from tests.experiments.sweep.kill_runs import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
 
 BEFORE = "    tokens, width = out.shape\n"
+WIDTH = 24  # of the experiments' rows; a file is tried on others when it is imported
 DEATHS = {
     "segfault": "import ctypes; ctypes.string_at(0)",
     "killed": "import os; os.kill(os.getpid(), 9)",
@@ -39,9 +40,15 @@ DEATHS = {
 }
 
 
+def doing(code: str) -> tuple[str, str]:
+    """The change of a launcher that does this, too, in the experiments of these tests."""
+    lines = "".join(f"        {line}\n" for line in code.strip("\n").splitlines())
+    return BEFORE, f"{BEFORE}    if width == {WIDTH}:\n{lines}"
+
+
 def experiment(folder: Path, **keys: Any) -> Path:
     file = folder / "experiment.yaml"
-    file.write_text(yaml.safe_dump({"name": "deaths", "shapes": {"swiglu": [{"T": 2, "I": 8}]}, **keys}))
+    file.write_text(yaml.safe_dump({"name": "deaths", "shapes": {"swiglu": [{"T": 2, "I": WIDTH}]}, **keys}))
     return file
 
 
@@ -60,7 +67,7 @@ def run_id() -> Iterator[str]:
 def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, run_id: str) -> None:
     for name, code in DEATHS.items():
         named = ("swiglu_doubled", f"swiglu_{name}")
-        write_variant(tmp_path / "mine", (BEFORE, f"{BEFORE}    {code}\n"), named, name=name)
+        write_variant(tmp_path / "mine", doing(code), named, name=name)
     write_variant(tmp_path / "mine")
     kernels = {"swiglu": [*DEATHS, "doubled", "torch"]}
     file = experiment(tmp_path, variants_from=["mine"], kernels=kernels, device="cpu", timeout=12)
@@ -80,12 +87,12 @@ def test_whatever_ends_a_task_is_its_row_and_the_others_go_on(tmp_path: Path, ru
     assert reasons["hangs"].startswith("timeout: it took longer than 12 s")
     assert reasons["hungry"].startswith("out of memory: RuntimeError")
     assert reasons["memory"].startswith("out of memory: MemoryError")
-    assert reasons["exits"] == "SystemExit: 0"
+    assert reasons["exits"].startswith("SystemExit: 0\n  at ")
     assert str(checks["exits"].replay).startswith("tk check ")
     assert reasons["interrupts"].startswith("it raised KeyboardInterrupt: mine; last printed: ")
     for name in ("segfault", "killed", "leaves", "hangs", "interrupts"):
-        assert reasons[name].endswith("(at: I=8,T=2)")
-        assert (checks[name].point, checks[name].task_rows) == ("I=8,T=2", 1)
+        assert reasons[name].endswith("(at: I=24,T=2)")
+        assert (checks[name].point, checks[name].task_rows) == ("I=24,T=2", 1)
     assert checks["doubled"].status == checks["torch"].status == "ok"
     timed = {row.variant: row.status for row in rows if row.stage == "kernels"}
     assert timed == {"doubled": "ok", "torch": "ok", "orphans": "ok"}
@@ -97,15 +104,15 @@ def test_what_dies_at_one_point_goes_on_at_the_others_and_leaves_nothing_behind(
     """Also where it says that all went well, and where it has a session of its own."""
     monkeypatch.setenv(MARK, run_id)
     dies = """
-    import os, subprocess
-    subprocess.Popen(["sleep", "300"], start_new_session=True)
-    if tokens == 3:
-        os._exit(0)
-    if tokens == 4:
-        os.abort()
+import os, subprocess
+subprocess.Popen(["sleep", "300"], start_new_session=True)
+if tokens == 3:
+    os._exit(0)
+if tokens == 4:
+    os.abort()
 """
-    write_variant(tmp_path / "mine", (BEFORE, f"{BEFORE}{dies}"))
-    shapes = {"swiglu": [{"T": [2, 3, 4, 5], "I": 8}]}
+    write_variant(tmp_path / "mine", doing(dies))
+    shapes = {"swiglu": [{"T": [2, 3, 4, 5], "I": WIDTH}]}
     file = write(kernels={"swiglu": ["doubled"]}, variants_from=["mine"], shapes=shapes, device="cpu")
     left: list[list[str]] = []
 
@@ -130,9 +137,7 @@ def test_what_dies_at_one_point_goes_on_at_the_others_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_when_the_driver_is_gone_so_is_everything_that_it_started(tmp_path: Path, run_id: str, number: int) -> None:
-    write_variant(
-        tmp_path / "mine", (BEFORE, f"{BEFORE}    open({str(tmp_path / 'here')!r}, 'w'); {DEATHS['hangs']}\n")
-    )
+    write_variant(tmp_path / "mine", doing(f"open({str(tmp_path / 'here')!r}, 'w'); {DEATHS['hangs']}"))
     file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]}, replicates=3)
     process = subprocess.Popen(
         command(file, tmp_path / "out"), stderr=subprocess.PIPE, text=True, env=marked(run_id),
@@ -180,10 +185,10 @@ assert threads == 1, threads
 
 def test_what_a_task_forked_does_not_keep_the_driver_waiting_for_a_killed_server(tmp_path: Path, run_id: str) -> None:
     left = tmp_path / "left"
-    deadly = f"    import os, time\n    if os.fork() == 0:\n        open({str(left)!r}, 'w').write(str(os.getpid()))\n"
-    deadly += "        os.setsid(); time.sleep(60); os._exit(0)\n"
-    deadly += "    time.sleep(0.5); os.kill(os.getppid(), 9); time.sleep(60)\n"
-    write_variant(tmp_path / "mine", (BEFORE, BEFORE + deadly))
+    deadly = f"import os, time\nif os.fork() == 0:\n    open({str(left)!r}, 'w').write(str(os.getpid()))\n"
+    deadly += "    os.setsid(); time.sleep(60); os._exit(0)\n"
+    deadly += "time.sleep(0.5); os.kill(os.getppid(), 9); time.sleep(60)\n"
+    write_variant(tmp_path / "mine", doing(deadly))
     file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]})
     start = time.monotonic()
     words = command(file, tmp_path / "out")
