@@ -17,14 +17,14 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "errors cores mode device names files interpreter",
-        "contract": "config dims overlap inputs batching contract folders source_hash workspace variant",
-        "launch": "ranges spans recording clocks timing roofline tuning launch preparation",
+        "process": "errors cores mode device names files matrix_units interpreter",
+        "contract": "config dims overlap inputs batching contract folders source_hash workspace declaration variant",
+        "launch": "ranges runtime spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
-        "isolation": "isolation outside",
+        "isolation": "isolation trial_launch outside",
         "ops": "language quantized ops",
         "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
-        "verification.offsets verification.check",
+        "verification.covering verification.size_limits verification.draws verification.offsets verification.check",
         "sanitizers": "verification.sanitizers",
         "inspection": "verification.inspection verification.ahead_of_time",
         "mutation": "verification.mutation",
@@ -53,7 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits option_flags sampling",
+        "document": "__init__ document exits option_flags progress sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

@@ -44,6 +44,14 @@ NOT_RUN: Mapping[str, str] = {
     "tk check --sanitize all": "hours; tests/tkernels/test_sanitizers.py runs every variant",
     "tk check --mutate swiglu": "minutes; tests/tkernels/test_mutants.py",
     "tk check --mutate --verify-equivalent": "hours; tests/experiments/test_mutate.py runs one op",
+    **{
+        f"tk {command}": "a minute or more; tests/experiments/test_new.py runs it for every op"
+        for command in (
+            "check --op paged_decode --variant own --variants-from mine --sanitize all",
+            "check --op paged_decode --variant newest_first --variants-from mine --sanitize all",
+            "inspect --op paged_decode --variant newest_first --variants-from mine",
+        )
+    },
     "tk tune --op paged_decode": "needs a GPU; tests/experiments/test_tune.py",
     "tk profile --nsys-export steps.sqlite": "needs an export of nsys; tests/experiments/profiling/test_nsys.py",
     "tk profile experiments/quickstart.yaml --ncu paged_decode.split_kv": "needs a GPU",
@@ -63,6 +71,10 @@ NOT_RUN: Mapping[str, str] = {
     "tk serve tiny": "serves until a signal; tests/tsched/serving/test_serve_command.py",
     "tk serve tiny --port 8000": "serves until a signal; tests/tsched/serving/test_serve_command.py",
     "tk repeat A": "runs the quickstart a third time; tests/experiments/runs/test_repeat.py",
+    **{
+        f"python -m tests.mutants {package}": "an hour; tests/mutants/test_campaign.py"
+        for package in ("tsched", "tmodel", "report")
+    },
     "python -m tests.bench.range_cost": "minutes, and a figure",
     "python -m tests.bench.beside_nano_vllm PATH/TO/nano-vllm": "needs nano-vllm's sources",
     "python -m tests.tsched.serving.real_clients clients --vllm-benchmark PATH/TO/benchmark_serving.py": (
@@ -72,6 +84,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.experiments.runs.simulated_experiments --count 10000": "minutes, and a figure",
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
+    "python -m tests.tkernels.first_failure": "minutes, and a figure; tests/experiments/test_trials.py",
     "python -m tests.tmodel.fuzz_configs --count 2000": "minutes; tests/tmodel/test_config_bounds.py",
     "python -m tests.tmodel.parity_table": "a minute, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tmodel.parity_table --trained": "trains every preset, and a figure; tests/tmodel/test_parity.py",
@@ -100,7 +113,9 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.serving.slow_and_large slow": "minutes; tests/tsched/serving/test_slow_clients.py",
     "python -m tests.tsched.serving.start_cost start": "a figure",
     "python -m tests.tsched.structured_cost 32": "a figure",
+    "python -m tests.tkernels.bugs.table": "minutes, and figures; tests/tkernels/bugs/test_bugs.py",
     "python -m tests.tsched.planted_bugs": "minutes; tests/tsched/test_planted_bugs.py",
+    "python -m tests.tsched.planted_path_bugs": "half a minute; tests/tsched/test_device_paths.py",
 }
 """Command -> why the suite does not run it as it stands: where it is run, or what it needs."""
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tkernels.ops.paged_cache import as_bits
+from tkernels.runtime import Runtime
 from tmodel.batch import KVCache, LayerCache
 from tmodel.cache_kinds import CacheKind, unit_bytes
 from tmodel.config import ModelConfig
@@ -138,12 +139,13 @@ class CachePages:
     called before its forward.
 
     A host page holds all layers of a device page side by side, [Q, C, S, Hkv, D], so a run of neighbouring pages is one
-    transfer. Swapping out gathers pages in a buffer on the device and sends it; swapping in goes the other way. The
-    host's memory is pinned where the device is a GPU, which then reads and writes it without the CPU.
+    transfer. Swapping out gathers pages in a buffer on the device and sends it; swapping in goes the other way. A
+    GPU reads and writes the host's memory without the CPU.
 
     Args:
         caches: The device's units, tensors [C, P, ...] for the same P: [C, P, S, Hkv, D] of keys and values.
         copy_pages: The op of the model's KernelSet; None where nothing is copied on the device.
+        runtime: Of the device.
         num_host_blocks: Q; with 0 nothing can be swapped.
         staged_bytes: Of the buffer, which holds one unit at least.
 
@@ -155,6 +157,7 @@ class CachePages:
         self,
         caches: Sequence[torch.Tensor],
         copy_pages: Callable[..., None] | None,
+        runtime: Runtime,
         num_host_blocks: int = 0,
         *,
         staged_bytes: int = _STAGED_BYTES,
@@ -164,12 +167,10 @@ class CachePages:
         self.num_host_blocks = num_host_blocks
         self._caches = caches
         self._copy_pages = copy_pages
-        self._device = caches[0].device if caches else torch.device("cpu")
-        is_pinned = self._device.type == "cuda" and num_host_blocks > 0
+        self._runtime = runtime
         by_unit = [as_bits(cache).transpose(0, 1) for cache in caches]  # [P, C, S, Hkv, D] each
         self._units = [
-            (units, torch.zeros((num_host_blocks, *units.shape[1:]), dtype=units.dtype, pin_memory=is_pinned))
-            for units in by_unit
+            (units, runtime.allocate_host((num_host_blocks, *units.shape[1:]), units.dtype)) for units in by_unit
         ]
         unit_bytes = sum(units[0].numel() * units.element_size() for units in by_unit)
         self._num_staged = max(1, staged_bytes // max(1, unit_bytes))
@@ -193,7 +194,7 @@ class CachePages:
         for device_pages, runs in self._stage_runs(pages[1], pages[0]):
             for units, host in self._units:
                 shape = (device_pages.shape[0], *units.shape[1:])
-                staged = torch.empty(shape, dtype=units.dtype, device=self._device)
+                staged = torch.empty(shape, dtype=units.dtype, device=units.device)
                 for first, count, at in runs:
                     staged[at : at + count].copy_(host[first : first + count], non_blocking=True)
                 units.index_copy_(0, device_pages, staged)
@@ -204,7 +205,7 @@ class CachePages:
         Raises:
             RuntimeError: The object was made without `copy_pages`.
         """
-        src, dst = self._send_to_device(pages).unbind()
+        src, dst = self._runtime.send(pages).unbind()
         for cache in self._caches:
             if self._copy_pages is None:
                 raise RuntimeError("units are to be copied on the device, and there is no op that does it")
@@ -233,10 +234,4 @@ class CachePages:
             starts = np.flatnonzero(np.diff(hosts, prepend=np.int32(-2)) != 1)  # of runs, as places in the buffer
             counts = np.diff(starts, append=hosts.size)
             runs = list(zip(hosts[starts].tolist(), counts.tolist(), starts.tolist(), strict=True))
-            yield self._send_to_device(device_pages[chosen].astype(np.int64)), runs
-
-    def _send_to_device(self, array: NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+            yield self._runtime.send(device_pages[chosen].astype(np.int64)), runs

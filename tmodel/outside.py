@@ -25,6 +25,6 @@ def prepare_imports(about: None) -> Prepare:
     """In a server: the task is a list of folders, which join the house's architectures."""
 
     def prepare(folders: Sequence[str]) -> Work:
-        return work_of_import(", ".join(folders), lambda: architectures_with(folders), ArchitectureError)
+        return work_of_import(", ".join(folders), lambda enter: architectures_with(folders), ArchitectureError)
 
     return prepare

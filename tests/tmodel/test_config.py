@@ -262,6 +262,15 @@ def test_refusals_name_file_and_field(write_checkpoint: WriteCheckpoint, fields:
         load_config(directory)
 
 
+@pytest.mark.parametrize("name", ["mscale", "mscale_all_dim"])
+def test_a_scale_of_yarn_is_between_nothing_and_a_million(write_checkpoint: WriteCheckpoint, name: str) -> None:
+    for value in (0, 0.707, 1e6):
+        load_config(write_checkpoint({}, **spelled("yarn", name, value)))
+    for value in (-0.001, 1_000_000.5):
+        with pytest.raises(ConfigError, match=rf"rope_scaling\.{name}: .* equal to .*, got {value}"):
+            load_config(write_checkpoint({}, **spelled("yarn", name, value)))
+
+
 def test_end_tokens_come_from_generation_config_first(write_checkpoint: WriteCheckpoint) -> None:
     directory = write_checkpoint({})
     generation_file = directory / "generation_config.json"

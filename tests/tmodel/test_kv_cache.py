@@ -12,6 +12,7 @@ import torch
 import tkernels
 from tests.conftest import DEVICE
 from tests.tmodel.conftest import WriteCheckpoint
+from tkernels.runtime import choose_runtime
 from tmodel import (
     CacheKind,
     CachePages,
@@ -27,6 +28,7 @@ from tmodel import (
 
 COPY = tkernels.OPS["copy_pages"].variants
 C, P, S, HKV, D = 4, 7, 2, 2, 4
+RUNTIME = choose_runtime(DEVICE)
 PAGE_BYTES = C * S * HKV * D
 
 
@@ -54,6 +56,11 @@ def test_layers_are_views_of_one_tensor(write_checkpoint: WriteCheckpoint) -> No
     (caches,) = cache.blocks
     assert caches.flatten(1)[:, 0].tolist() == [0, 0, 1, -1]
     assert torch.equal(cache[-1][1], caches[3])
+
+
+def test_a_cache_lies_where_it_is_asked_for(write_checkpoint: WriteCheckpoint) -> None:
+    cache = allocate_kv_cache(load_config(write_checkpoint({})), P, S, device="meta", dtype=torch.float32)
+    assert {tensor.device.type for layer in cache for tensor in layer} == {"meta"}
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,7 @@ def test_what_goes_to_the_host_comes_back_to_other_pages(dtype: torch.dtype, sta
     cache = cache_of(dtype)
     before = bits(cache)
     staged_bytes = staged_pages * PAGE_BYTES * dtype.itemsize
-    pages = CachePages([cache], COPY["torch"], num_host_blocks=6, staged_bytes=staged_bytes)
+    pages = CachePages([cache], COPY["torch"], RUNTIME, num_host_blocks=6, staged_bytes=staged_bytes)
     pages.swap_out(pairs((5, 1), (0, 4), (3, 2), (6, 0)))
     assert torch.equal(bits(cache), before)
     cache.zero_()
@@ -138,7 +145,7 @@ def test_a_page_may_be_swapped_out_overwritten_and_back_in_one_step() -> None:
     """The order of a plan: out, in, then copies."""
     cache = cache_of()
     before = bits(cache)
-    pages = CachePages([cache], COPY["torch"], num_host_blocks=3)
+    pages = CachePages([cache], COPY["torch"], RUNTIME, num_host_blocks=3)
     pages.swap_out(pairs((1, 2)))
     pages.swap_out(pairs((4, 0)))
     pages.swap_in(pairs((2, 4)))
@@ -153,7 +160,7 @@ def test_a_page_may_be_swapped_out_overwritten_and_back_in_one_step() -> None:
 def test_copies_reach_every_layer(variant: str, dtype: torch.dtype) -> None:
     cache = cache_of(dtype)
     before = bits(cache)
-    CachePages([cache], COPY[variant]).copy(pairs((2, 0), (2, 6), (3, 1)))
+    CachePages([cache], COPY[variant], RUNTIME).copy(pairs((2, 0), (2, 6), (3, 1)))
     expected = before.clone()
     expected[:, 0] = expected[:, 6] = before[:, 2]
     expected[:, 1] = before[:, 3]
@@ -161,7 +168,7 @@ def test_copies_reach_every_layer(variant: str, dtype: torch.dtype) -> None:
 
 
 def test_neighbouring_host_pages_are_one_transfer() -> None:
-    pages = CachePages([cache_of()], COPY["torch"], num_host_blocks=9)
+    pages = CachePages([cache_of()], COPY["torch"], RUNTIME, num_host_blocks=9)
     ((device_pages, runs),) = pages._stage_runs(*pairs((6, 3), (0, 8), (5, 1), (2, 2), (1, 7)))
     assert device_pages.tolist() == [5, 2, 6, 1, 0]
     assert runs == [(1, 3, 0), (7, 2, 3)]
@@ -169,14 +176,14 @@ def test_neighbouring_host_pages_are_one_transfer() -> None:
 
 @pytest.mark.parametrize("given", [pairs((0, 2)), pairs((0, -1)), pairs((1, 0), (0, 7))])
 def test_a_host_page_that_is_not_there_is_refused(given: np.ndarray) -> None:
-    pages = CachePages([cache_of()], COPY["torch"], num_host_blocks=2)
+    pages = CachePages([cache_of()], COPY["torch"], RUNTIME, num_host_blocks=2)
     for move in (pages.swap_out, lambda array: pages.swap_in(array[::-1])):
         with pytest.raises(IndexError, match=r"host pages -?\d to -?\d, there are 2"):
             move(given)
 
 
 def test_the_host_pool_has_a_size() -> None:
-    arguments: tuple[Any, ...] = ([cache_of()], COPY["torch"])
+    arguments: tuple[Any, ...] = ([cache_of()], COPY["torch"], RUNTIME)
     assert CachePages(*arguments).num_host_blocks == 0
     assert CachePages(*arguments, num_host_blocks=5).num_host_blocks == 5
     with pytest.raises(ValueError, match="num_host_blocks must be at least 0, got -1"):

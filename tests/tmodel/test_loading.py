@@ -114,6 +114,7 @@ def test_a_step_may_want_no_logits(write_checkpoint: WriteCheckpoint) -> None:
         ({"context_lens": torch.ones(2)}, r"Batch\.context_lens has shape \(2,\), expected \(1,\)"),
         ({"num_decodes": 2}, r"Batch\.num_decodes is 2 with 3 tokens and 1 sequences"),
         ({"num_decodes": 1}, r"Batch\.cu_seqlens_q has 2 entries, expected 1"),
+        ({"state_slots": torch.zeros(2, 2)}, r"Batch\.state_slots has shape \(2, 2\), expected \(2, 1\)"),
     ],
 )
 def test_a_batch_whose_parts_do_not_fit_is_refused(change: dict[str, object], message: str) -> None:
@@ -128,6 +129,7 @@ def test_a_batch_whose_parts_do_not_fit_is_refused(change: dict[str, object], me
         max_context_len=3,
         logit_indices=torch.arange(3),
     )
+    assert dataclasses.replace(batch, state_slots=torch.zeros(2, 1)).num_prefills == 1
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(batch, **change)  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.tmodel.quantizers.test_layers import layers_of
 from tmodel import ArchitectureError, ConfigError, architectures_with, known_architectures, load_config
+from tmodel.outside import prepare_imports
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.awq import fold_scales
 from tmodel.quantizers.calibration import collect_inputs, forward
@@ -179,6 +181,11 @@ def test_a_broken_folder_is_refused_by_its_file(files: dict[str, str], message: 
         (tmp_path / name).write_text(text)
     with pytest.raises(ArchitectureError, match=message):
         architectures_with([tmp_path])
+    told: list[tuple[str, str]] = []
+    prepare_imports(None)([str(tmp_path)])(told.append)  # as the process does that imports them first
+    ((kind, said),) = told
+    assert kind == "fault"
+    assert re.search(message, said)
     with pytest.raises(ArchitectureError, match="architectures_from: .*nowhere is not a folder"):
         architectures_with([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="architectures_from must be a list of folders, got 'here'"):

@@ -1,5 +1,6 @@
 """Random weights of a published shape: the real sizes, a checkpoint that everybody loads, the same everywhere."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import tkernels
 from tmodel import RANDOM_PRESETS, Limits, kernel_axes, load_config, load_model, make_random_model, preset_path
 from tmodel.architectures.qwen3 import Qwen3Config
 from tmodel.fields import RotaryConfig
-from tmodel.random_weights import num_parameters, random_config
+from tmodel.random_weights import num_parameters, random_config, write_random
 from tmodel.rotary import Llama3Rope
 
 SMALL = {
@@ -48,6 +49,15 @@ def test_the_fields_are_the_published_ones() -> None:
     assert llama.fields.rope_parameters == Llama3Rope(
         rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
+
+
+def test_the_index_says_where_each_tensor_is_and_how_much_there_is(tmp_path: Path) -> None:
+    write_random(SMALL, tmp_path, 0)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    stored = {file.name: load_file(file) for file in tmp_path.glob("*.safetensors")}
+    assert index["weight_map"] == {name: file for file, tensors in stored.items() for name in tensors}
+    nbytes = sum(tensor.nbytes for tensors in stored.values() for tensor in tensors.values())
+    assert index["metadata"]["total_size"] == nbytes
 
 
 @pytest.mark.parametrize("tied", [True, False])

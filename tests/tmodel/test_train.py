@@ -6,14 +6,17 @@ import json
 import math
 import multiprocessing
 import os
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 from tmodel import PRESETS, Recipe, TrainingError, load_config, make_model, presets, train
@@ -113,6 +116,22 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(
     assert all(torch.equal(cut[name], whole[name]) for name in whole)
 
 
+def test_on_a_terminal_a_training_is_a_bar_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = StringIO()
+    monkeypatch.setattr(train, "Console", lambda stderr: Console(file=written, force_terminal=True, color_system=None))
+    with train._shown_progress(100, SMALL) as show:
+        show(150, 2.5)
+    assert re.search(r"training .*loss 2\.500 .*0:00:00", written.getvalue())
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
+    shares = [train._learning_rate_share(step, 1000) for step in range(1001)]
+    assert shares[:3] == [1 / 30, 2 / 30, 3 / 30]
+    assert set(shares[29:601]) == {1.0}
+    assert shares[700] == pytest.approx(0.75)
+    assert shares[1000] == 0.0
+
+
 @pytest.mark.parametrize("what", ["torn", "another seed"])
 def test_a_state_of_no_use_is_left_alone_and_training_starts_anew(what: str, tmp_path: Path) -> None:
     model, order = torch.nn.Linear(2, 2), torch.Generator().manual_seed(1)
@@ -157,6 +176,35 @@ def test_the_corpus_is_whole_files_in_a_fixed_order_and_the_parts_share_none() -
         standard_library_corpus(10**12)
 
 
+def test_a_library_of_less_than_half_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in (("a.py", 600), ("b/c.py", 400), ("test/d.py", 5000), ("e.txt", 5000), ("f.py", 200_001)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("#" * size)
+    monkeypatch.setattr("tmodel.corpus.sysconfig.get_path", lambda name: str(tmp_path))
+    corpus = standard_library_corpus(2001)
+    assert sorted(map(len, corpus.training + corpus.held_out)) == [400, 600]
+    with pytest.raises(CorpusError, match="found 1000 bytes of Python source, the recipe asks for 2002"):
+        standard_library_corpus(2002)
+
+
+def test_a_step_reads_whole_windows_and_a_token_that_never_comes_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing decays: a row changes by its gradients alone."""
+    read: list[torch.Tensor] = []
+    loss = train._loss
+    monkeypatch.setattr(train, "_loss", lambda model, windows: read.append(windows) or loss(model, windows))
+    recipe = replace(SMALL, config={**SMALL.config, "tie_word_embeddings": False}, num_steps=2, batch_size=2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = new_model(recipe, 0)
+    rows = model.get_input_embeddings().weight
+    before = rows.detach().clone()
+    train.train(model, torch.arange(200) % 10, recipe, 0)
+    assert [windows.shape for windows in read] == [(2, SMALL.sequence_len + 1)] * 2
+    assert all(bool(((windows[:, 1:] - windows[:, :-1]) % 10 == 1).all()) for windows in read)
+    assert torch.equal(rows[10:], before[10:])
+    assert not (rows[:10] == before[:10]).all(1).any()
+
+
 def test_the_bigram_model_is_a_distribution_and_finds_what_repeats() -> None:
     vocab = 5
     training = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 3])  # 4 never occurs; 3 is followed by nothing
@@ -166,6 +214,10 @@ def test_the_bigram_model_is_a_distribution_and_finds_what_repeats() -> None:
         assert total == pytest.approx(1.0, abs=1e-12)
     # c(0, 1) = 3 of 3, one kind of successor, p(1) = (3 + 1) / (8 + 5).
     assert math.exp(-bigram_loss(training, torch.tensor([0, 1]), vocab)) == pytest.approx(2.25 / 3 + 0.25 * 4 / 13)
+    # After 4 nothing is known but p: 0 followed twice and began three pairs, 3 followed once and began none.
+    for following, times in ((0, 2), (3, 1), (4, 0)):
+        loss = bigram_loss(training, torch.tensor([4, following]), vocab)
+        assert math.exp(-loss) == pytest.approx((times + 1) / 13)
 
 
 def test_texts_are_closed_by_the_end_token() -> None:
@@ -174,6 +226,7 @@ def test_texts_are_closed_by_the_end_token() -> None:
     assert row.dtype == torch.int64
     assert (row == tokenizer.eos_token_id).nonzero().flatten().tolist()[-1] == len(row) - 1
     assert tokenizer.decode(row) == "for x<|endoftext|>in y<|endoftext|>"
+    assert not tokenizer.clean_up_tokenization_spaces  # else older readers drop spaces ahead of points
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -159,6 +159,23 @@ def test_a_request_that_comes_while_the_engine_fails_is_told_too(
     run(main)
 
 
+def test_an_engine_that_fails_while_a_request_comes_says_why(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with make_async(checkpoint) as served:
+            thread = served._open().thread
+
+            def end(*_: object) -> None:
+                thread.failure = MemoryError("the device is full")
+                raise RuntimeError("the engine's thread has ended")
+
+            monkeypatch.setattr(thread, "submit", end)
+            with pytest.raises(EngineError, match="MemoryError: the device is full"):
+                served.add_request("a", PROMPTS[0])
+            thread.failure = None
+
+    run(main)
+
+
 def test_one_loop_and_no_other(checkpoint: Path) -> None:
     served = make_async(checkpoint)
     with pytest.raises(RuntimeError, match="no running event loop"):

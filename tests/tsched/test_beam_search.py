@@ -15,6 +15,7 @@ import torch
 
 from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
+from tkernels.runtime import HostRuntime
 from tmodel.kv_cache import KVCache
 from tsched.execution.beam_search import BeamSearch, BeamSearchParams, Hypothesis, select_largest
 from tsched.execution.engine import Engine
@@ -76,7 +77,7 @@ def make_engine(model: HashModel, num_blocks: int, *, max_num_seqs: int = 32, **
         **options,
     )
     kv_cache = hash_cache(num_blocks, BLOCK_SIZE)
-    return Engine(scheduler, ModelRunner(model, kv_cache, scheduler, device=torch.device("cpu"), pages=Pages(kv_cache)))
+    return Engine(scheduler, ModelRunner(model, kv_cache, scheduler, runtime=HostRuntime(), pages=Pages(kv_cache)))
 
 
 def by_brute_force(
@@ -178,6 +179,22 @@ def test_the_models_length_ends_hypotheses(prompt_len: int, max_tokens: int, num
                 (h.token_ids, h.finish_reason) for h in expected
             ]
         check_nothing_is_left(engine)
+
+
+def test_no_request_of_a_beam_may_run_past_the_longest_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits for the others goes on by itself meanwhile, and takes blocks for what nobody asked for."""
+    engine, longest = make_engine(Levels(6, 50, seed=4), 100), set[int]()
+    fork = engine.fork
+
+    def note(*arguments: object, **options: object) -> Request:
+        request = fork(*arguments, **options)
+        longest.add(request.sequence.max_length)
+        return request
+
+    monkeypatch.setattr(engine, "fork", note)
+    (one,) = search(engine, [[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=6), set())
+    assert len(one.finished[0].token_ids) == 6
+    assert longest == {3 + 6}
 
 
 def test_what_the_engine_refuses_ends_one_search_alone(monkeypatch: pytest.MonkeyPatch) -> None:

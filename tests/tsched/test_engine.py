@@ -11,6 +11,7 @@ import torch
 from tests.tsched.hash_model import HashModel, HashPages, hash_cache
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts, tokens_alone
+from tkernels.runtime import HostRuntime
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.execution.engine import Engine
@@ -57,7 +58,7 @@ def build_engine(
         cache,
         scheduler,
         pages=HashPages(cache, int(arguments.get("num_host_blocks", 0))),
-        device=torch.device("cpu"),
+        runtime=HostRuntime(),
         seed=seed,
         eos_token_ids=arguments["eos_token_ids"],
         cuda_graphs=cuda_graphs,
@@ -103,7 +104,7 @@ def test_greedy_requests_get_the_tokens_they_get_alone(num_blocks: int, budget: 
     assert stats.num_output_tokens == sum(len(r.sequence.output_token_ids) for r in finished)
     assert (stats.num_used_blocks, stats.num_finished) == (0, 12)
     assert 0 < stats.peak_occupancy <= 1
-    assert 0 <= stats.last_page_waste < 1
+    assert 0 < stats.last_page_waste < 1
     assert (stats.num_preemptions > 0) == (num_blocks == 14)
 
 
@@ -236,6 +237,14 @@ def test_a_stop_string_without_a_detokenizer_is_refused(make_engine: MakeEngine)
     with pytest.raises(RefusedError, match="no tokenizer"):
         engine.add(0, [1], SamplingParams(stop="x"))
     assert not engine.has_unfinished
+
+
+def test_a_request_knows_when_it_first_got_a_row(make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=1)
+    first, second = (engine.add(i, [1, 2], SamplingParams(max_tokens=2, **GREEDY)) for i in range(2))
+    run(engine)
+    times = [(one.first_scheduled_time, one.first_token_time, one.finish_time) for one in (first, second)]
+    assert sorted(times[0] + times[1]) == [*times[0], *times[1]], "the second gets the first one's row"
 
 
 def test_abort_keeps_what_there_is(make_engine: MakeEngine) -> None:

@@ -12,6 +12,7 @@ import torch
 import tkernels
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import VOCAB
+from tkernels.runtime import HostRuntime, Runtime
 from tmodel.batch import Batch
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import batch_buckets, context_bounds
@@ -20,8 +21,13 @@ from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import StepPlan
 
-CPU = torch.device("cpu")
 BLOCK_SIZE = 4
+
+
+class Launching(HostRuntime):
+    """A device whose inputs are made by launches, in the host's memory."""
+
+    is_host = False
 
 
 def make_scheduler(**changes: object) -> Scheduler:
@@ -93,16 +99,16 @@ def check_states(plan: StepPlan, step: ArrangedPlan, batch: Batch) -> None:
     assert batch.state_slots.T.tolist() == [by_row[row] for row in step.rows.tolist()]
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("runtime", [HostRuntime(), Launching()], ids=["host", "device"])
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize(("num_blocks", "num_states"), [(16, 0), (60, 0), (16, 9)])
 def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
-    on_device: bool, lag: int, num_blocks: int, num_states: int
+    runtime: Runtime, lag: int, num_blocks: int, num_states: int
 ) -> None:
     rng = np.random.default_rng(num_blocks)
     scheduler = make_scheduler(num_blocks=num_blocks, num_states=num_states)
-    state = DeviceState(scheduler.table, CPU)
-    builder = BatchBuilder(scheduler.table, state, on_device=on_device)
+    state = DeviceState(scheduler.table, runtime)
+    builder = BatchBuilder(scheduler.table, state)
     under_way: list[tuple[StepPlan, np.ndarray]] = []
     next_id = num_orders = 0
     for _ in range(250):
@@ -137,8 +143,8 @@ def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
 
 def test_the_kernel_makes_the_same_inputs() -> None:
     scheduler = make_scheduler(num_blocks=16)
-    state = DeviceState(scheduler.table, CPU, tkernels.OPS["step_inputs"].variants["sequence_parts"])
-    builder = BatchBuilder(scheduler.table, state, on_device=True)
+    state = DeviceState(scheduler.table, Launching(), tkernels.OPS["step_inputs"].variants["sequence_parts"])
+    builder = BatchBuilder(scheduler.table, state)
     for step_number in range(12):
         add(scheduler, step_number, 1 + 5 * step_number % 13, 4)
         plan = scheduler.schedule()
@@ -172,7 +178,7 @@ def settled(num_seqs: int) -> tuple[Scheduler, DeviceState, BatchBuilder]:
     scheduler = make_scheduler()
     for i in range(num_seqs):
         add(scheduler, i, 1)
-    state = DeviceState(scheduler.table, CPU)
+    state = DeviceState(scheduler.table, HostRuntime())
     builder = BatchBuilder(scheduler.table, state)
     advance(scheduler, state, builder)
     return scheduler, state, builder

@@ -12,9 +12,9 @@ from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import VOCAB, check_accounts, tokens_alone
 from tests.tsched.test_engine import GREEDY, MAX_MODEL_LEN, build_engine, run, spell
+from tkernels.runtime import EagerRecorder, HostRuntime
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
-from tsched.execution.cuda_graphs import EagerRecorder
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
 from tsched.execution.readback import HostReader, Outcome, Readback
@@ -51,7 +51,7 @@ class Observed(HashModel):
 
                 return observed
 
-        return Reader(torch.device("cpu"))
+        return Reader(HostRuntime())
 
 
 def observed_engine(overlap: bool) -> tuple[Engine, Observed]:
@@ -264,6 +264,6 @@ def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
 
 def test_an_engine_on_a_cpu_waits_for_each_token_unless_it_is_told_not_to() -> None:
     scheduler = build_scheduler(num_blocks=4, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=16)
-    engine = Engine(scheduler, ModelRunner(HashModel(), hash_cache(4, 4), scheduler, device=torch.device("cpu")))
+    engine = Engine(scheduler, ModelRunner(HashModel(), hash_cache(4, 4), scheduler, runtime=HostRuntime()))
     assert not engine.overlap
     assert engine._runner._graphs is None

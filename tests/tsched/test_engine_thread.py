@@ -14,7 +14,7 @@ from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
 from tsched import LLM, SamplingParams
 from tsched.execution.engine_thread import EngineThread, NobodyListensError
 from tsched.execution.news import News
-from tsched.serving.engine_records import make_scores
+from tsched.serving.engine_records import make_delta, make_scores
 
 
 class Listener:
@@ -115,6 +115,30 @@ def test_who_labels_log_probabilities_itself_gets_the_same_and_no_label_is_made(
         for one, place in zip(scores, completed.logprobs or (), strict=True):
             assert make_scores(one).token_ids == list(place)
             assert make_scores(one).logprobs == pytest.approx([entry.logprob for entry in place.values()], abs=1e-9)
+
+
+def test_news_with_log_probabilities_are_records_of_the_link(llm: LLM) -> None:
+    listener = Listener()
+    thread = llm.start_thread(listener.steps.append, listener.on_end, label_logprobs=False)
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1)
+    thread.submit(llm.make_ticket("a", PROMPTS[3], params))
+    thread.drain()
+    thread.join()
+    deltas = [make_delta(one) for one in listener.of("a")]
+    assert [scores for delta in deltas for one in delta.samples for scores in one.logprobs or ()] == [
+        make_scores(place) for one in listener.of("a") for place in one.scores or ()
+    ]
+    told = next(delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None)
+    assert [None if place is None else place.token_ids[0] for place in told] == [None, *PROMPTS[3][1:]]
+
+
+def test_a_thread_that_has_ended_is_called_no_more(llm: LLM) -> None:
+    thread = Listener().start(llm)
+    assert thread.call(lambda: 3).result(20) == 3
+    thread.drain()
+    thread.join()
+    with pytest.raises(RuntimeError, match="^the engine's thread has ended$"):
+        thread.call(lambda: 3)
 
 
 def test_every_request_is_told_of_the_threads_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

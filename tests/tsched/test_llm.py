@@ -16,6 +16,7 @@ import tkernels
 import tmodel
 from tests.tsched.test_beam_search import by_brute_force
 from tsched import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from tsched.serving.engine_records import describe_model
 
 PROMPTS = [[(7 * i + 3 * j) % 299 + 1 for j in range(1 + 9 * i % 40)] for i in range(10)]
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -229,6 +230,7 @@ def test_bad_requests_fail_alone(checkpoint: Path) -> None:
 
 def test_a_directory_without_a_tokenizer_serves_token_ids(checkpoint_without_tokenizer: Path, llm: LLM) -> None:
     bare = make_llm(checkpoint_without_tokenizer)
+    assert describe_model(bare, "bare").tokenizer_directory is None
     ids, text, stop = bare.generate(
         [PROMPTS[1], "text", PROMPTS[1]], [GREEDY, GREEDY, dataclasses.replace(GREEDY, stop="x")]
     )

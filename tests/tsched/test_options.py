@@ -247,3 +247,5 @@ def test_states_are_sized_beside_blocks() -> None:
         with pytest.raises(OptionError) as caught:
             resolve_options(EngineOptions(**wrong), sizes=unit_sizes, max_position_embeddings=160, cache_bytes=given)
         assert caught.value.option == name
+    needs = "one of 16 tokens takes 300 bytes, a request's state 1000, got 1299"
+    assert needs in str(caught.value)

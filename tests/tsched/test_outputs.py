@@ -12,7 +12,7 @@ import pytest
 
 from tests.tsched.async_serving import collect, joined, make_async, run
 from tests.tsched.test_llm import PROMPTS, make_llm
-from tsched import LLM, CompletionOutput, SamplingParams
+from tsched import LLM, BeamSearchParams, CompletionOutput, SamplingParams
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 EOS = 0
@@ -29,6 +29,12 @@ def serve(llm: LLM, prompt: list[int], **changes: Any) -> CompletionOutput:
 
 def text_of(llm: LLM, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
     return str(llm.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+
+def test_what_is_returned_whole_is_finished(llm: LLM) -> None:
+    (whole,) = llm.generate([PROMPTS[3]], FREE)
+    (searched,) = llm.beam_search([PROMPTS[3]], BeamSearchParams(beam_width=2, max_tokens=2))
+    assert whole.finished is searched.finished is True
 
 
 def test_a_stop_token_says_so_and_has_no_text(llm: LLM) -> None:
@@ -100,6 +106,18 @@ def test_cached_tokens_are_counted_once_for_all_samples(checkpoint: Path) -> Non
     assert salted.num_cached_tokens == 0
     (refused,) = llm.generate([[]], FREE)
     assert refused.num_cached_tokens is None
+
+
+def test_beams_hit_only_what_was_cached_under_their_salt(checkpoint: Path) -> None:
+    llm = make_llm(checkpoint, prefix_cache="radix", block_size=4)
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+
+    def hits(salt: str | None) -> int:
+        before = llm.stats().prefix_cache.hit_tokens
+        llm.beam_search([PROMPTS[4]], params, cache_salt=salt)
+        return llm.stats().prefix_cache.hit_tokens - before
+
+    assert [hits("one") > 0, hits("two") > 0, hits(None) > 0, hits("one") > 0] == [False, False, False, True]
 
 
 def test_times_of_queue_prefill_and_decode_add_up(checkpoint: Path) -> None:

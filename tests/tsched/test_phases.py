@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,23 +15,25 @@ from tests.tsched.hash_model import HashModel, hash_cache
 from tests.tsched.schedulers import build_scheduler
 from tkernels.ranges import RECORD_GRAPH, Ranges
 from tkernels.recording import Recording
+from tkernels.runtime import HostRuntime
 from tkernels.spans import Span, breakdown
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched import LLM, SamplingParams
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
-from tsched.execution.phases import PHASES
+from tsched.execution.phase_times import PhaseTimes
+from tsched.execution.phases import PHASES, Phases
 
 PARTS = {"embedding", "q_proj+k_proj+v_proj", "o_proj", "down_proj", "lm_head"}
 LAYERS = {"layer 0", "layer 1"}
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def serve(checkpoint: Path, recording: Recording, **options: bool) -> LLM:
+def serve(checkpoint: Path, ranges: Ranges, **options: bool) -> LLM:
     llm = LLM(
         checkpoint, dtype="float32", device="cpu", max_num_seqs=4, max_num_batched_tokens=32, block_size=16,
-        kv_cache_bytes=1 << 20, ranges=recording, **options,
+        kv_cache_bytes=1 << 20, ranges=ranges, **options,
     )  # fmt: skip
     llm.generate([[1, 2, 3], [4, 5]], PARAMS, use_tqdm=False)
     return llm
@@ -64,6 +68,27 @@ def test_a_step_names_all_that_it_does(checkpoint: Path, cuda_graphs: bool) -> N
     assert {span.name for span in spans if span.parent < 0} == {"step", "detokenize"}
     forwards = [span.request_ids for span in spans if span.name == "forward"]
     assert forwards == [(0, 1)] * 6
+
+
+def test_phases_that_launch_nothing_say_so() -> None:
+    launches: dict[str, bool] = {}
+
+    def note(name: str, category: str, *, launches: bool = True, into: dict[str, bool] = launches) -> None:
+        into[name] = launches
+
+    Phases(cast("Ranges", SimpleNamespace(listening=False, named=note)))
+    assert {name for name, one in launches.items() if one} == {"prepare", "forward", "sample"}
+    assert launches.keys() == {"step", *PHASES} - {RECORD_GRAPH}
+
+
+def test_phases_are_timed_beside_who_else_listens(checkpoint: Path) -> None:
+    recording = Recording("cpu")
+    times = PhaseTimes(recording)
+    llm = serve(checkpoint, times)
+    spans = recording.spans()
+    assert [span.request_ids for span in spans if span.name == "forward"] == [(0, 1)] * llm.stats().num_steps
+    assert {name for name, seconds in times.seconds.items() if seconds} == names(spans, "phase") | {"step"}
+    assert times.seconds["forward"] < times.seconds["step"]
 
 
 def test_a_phase_between_two_steps_is_not_lost(checkpoint: Path) -> None:
@@ -124,9 +149,7 @@ def test_replayed_steps_have_the_ranges_of_their_graph() -> None:
     scheduler = build_scheduler(
         num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20
     )
-    runner = ModelRunner(
-        model, hash_cache(20, 4), scheduler, device=torch.device("cpu"), cuda_graphs=True, ranges=recording
-    )
+    runner = ModelRunner(model, hash_cache(20, 4), scheduler, runtime=HostRuntime(), cuda_graphs=True, ranges=recording)
     engine = Engine(scheduler, runner)
     assert runner._graphs is not None
     runner._graphs._recorder = SimulatedRecorder(model, recording)

@@ -17,6 +17,7 @@ from tests.tmodel.packed import Driver, in_one_go, load
 from tests.tsched.async_serving import make_async, run
 from tests.tsched.random_model import save_random_model
 from tests.tsched.test_llm import PROMPTS, crowded_bytes, make_llm
+from tkernels.runtime import HostRuntime
 from tkernels.verification.accuracy import judge
 from tsched import LLM, RequestOutput, SamplingParams
 from tsched.execution.batch_builder import ArrangedPlan
@@ -225,11 +226,14 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_top", [0, 20])
 def test_2048_tokens_of_a_vocabulary_of_151936_take_64_mb_more_at_most(
-    num_top: int, monkeypatch: pytest.MonkeyPatch
+    num_top: int,
 ) -> None:
     """On the meta device, where tensors have sizes and no memory."""
-    name = "tsched.execution.prompt_logprobs.to_device"
-    monkeypatch.setattr(name, lambda array, device: torch.from_numpy(array).to(device))
+
+    class Meta(HostRuntime):
+        def send(self, array: np.ndarray) -> torch.Tensor:
+            return super().send(array).to("meta")
+
     size, vocab, width = 2048, 151_936, 64
     hidden = torch.empty(size, width, dtype=torch.bfloat16, device="meta")
     weight = torch.empty(vocab, width, dtype=torch.bfloat16, device="meta")
@@ -241,7 +245,7 @@ def test_2048_tokens_of_a_vocabulary_of_151936_take_64_mb_more_at_most(
     with LiveBytes() as alone:
         model.compute_logits(hidden[-1:])
     with LiveBytes() as both:
-        logits, scored = compute_with_prompts(model, None, None, np.array([size - 1]), [span])  # type: ignore[arg-type]
+        logits, scored = compute_with_prompts(model, None, None, np.array([size - 1]), [span], Meta())  # type: ignore[arg-type]
     assert logits.shape == (1, vocab)
     assert scored.tensors[2].shape == (size - 1, num_top)
     assert size * vocab * 4 > 2**30

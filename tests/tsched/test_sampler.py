@@ -10,6 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tkernels.simulated_cuda import DEVICE, SimulatedCuda
+from tests.tkernels.simulated_streams import late
+from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
 from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
 from tsched.execution.readback import HostReader, Outcome
 from tsched.execution.sampler import NONE_LEFT, NOT_FINITE, Sampler, draw_tokens, filtered_probabilities, token_logprobs
@@ -18,6 +21,8 @@ from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.sequence import Sequence, SequenceTable
 
 EOS = 3
+PATHS = ("host", "cuda")
+HOST = HostRuntime()
 
 
 def sample_rows(
@@ -26,8 +31,25 @@ def sample_rows(
     known: list[tuple[list[int], list[int]]] | None = None,
     ids: list[int] | None = None,
     seed: int = 0,
+    *,
+    path: str = "host",
 ) -> Outcome:
-    """Sample once for rows whose (prompt, output) are `known`."""
+    """Sample once for rows whose (prompt, output) are `known`, on the host or a simulated device."""
+    if path == "host":
+        return sample_by(HOST, logits, params, known, ids, seed)
+    with SimulatedCuda(late) as cuda, torch.inference_mode():
+        runtime = CudaRuntime(DEVICE, cuda)
+        return sample_by(runtime, runtime.send(logits.numpy()), params, known, ids, seed)
+
+
+def sample_by(
+    runtime: Runtime,
+    logits: torch.Tensor,
+    params: list[SamplingParams],
+    known: list[tuple[list[int], list[int]]] | None,
+    ids: list[int] | None,
+    seed: int,
+) -> Outcome:
     known = known or [([1], [])] * len(params)
     table = SequenceTable(len(params), 200, 16)
     pool = BlockPool(len(params), 16)
@@ -35,10 +57,10 @@ def sample_rows(
         sequence = Sequence((ids or list(range(len(params))))[i], prompt + output, one, 200)
         sequence.prompt_len = len(prompt)
         table.place(sequence, pool.allocate(1))
-    sampler = Sampler(table, seed=seed, eos_token_ids=(EOS,))
+    sampler = Sampler(table, runtime, seed=seed, eos_token_ids=(EOS,))
     rows = np.arange(len(params))
     sampled = sampler.sample(logits, rows, np.array([len(p) + len(o) for p, o in known]))
-    return HostReader(logits.device).start(sampled)()
+    return HostReader(runtime).start(sampled)()
 
 
 def reference_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -100,18 +122,35 @@ sampling = st.builds(
 known_tokens = st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.lists(st.integers(0, 6), max_size=9))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(
+drawn_rows = given(
     rows=st.lists(st.tuples(sampling, known_tokens), min_size=1, max_size=5),
     vocab_size=st.sampled_from([7, 300, 1000]),
     seed=st.integers(0, 99),
 )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@drawn_rows
 def test_every_row_follows_its_reference(
     rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int
 ) -> None:
+    check_rows(rows, vocab_size, seed, "host")
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@drawn_rows
+def test_every_row_follows_its_reference_on_a_device(
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int
+) -> None:
+    check_rows(rows, vocab_size, seed, "cuda")
+
+
+def check_rows(
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int, path: str
+) -> None:
     logits = 4 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed))
     params, known = [p for p, _ in rows], [k for _, k in rows]
-    sampled = sample_rows(logits, params, known).token_ids
+    sampled = sample_rows(logits, params, known, path=path).token_ids
     for i, (one, (prompt, output)) in enumerate(rows):
         scores = reference_scores(logits[i].numpy(), one, prompt, output)
         if scores.max() == -math.inf:
@@ -140,6 +179,7 @@ def test_the_support_is_exact(vocab_size: int, top_k: int, top_p: float, min_p: 
         min_p=np.full(40, min_p),
         top_k=np.full(40, top_k),
         top_p=np.full(40, top_p),
+        runtime=HOST,
     ).numpy()
     for row in range(40):
         expected = reference_probabilities(scores[row], params)
@@ -150,7 +190,12 @@ def test_the_support_is_exact(vocab_size: int, top_k: int, top_p: float, min_p: 
 def test_equal_tokens_are_kept_from_the_lowest_id() -> None:
     scores = torch.zeros(2, 600, dtype=torch.float64)
     kept = filtered_probabilities(
-        scores, temperature=np.ones(2), min_p=np.zeros(2), top_k=np.array([4, 0]), top_p=np.array([1.0, 0.5])
+        scores,
+        temperature=np.ones(2),
+        min_p=np.zeros(2),
+        top_k=np.array([4, 0]),
+        top_p=np.array([1.0, 0.5]),
+        runtime=HOST,
     )
     assert kept[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
     assert kept[1].nonzero().flatten().tolist() == list(range(300))
@@ -169,11 +214,12 @@ def test_draws_follow_the_distribution(params: dict) -> None:
         min_p=np.full(num_draws, one.min_p),
         top_k=np.full(num_draws, one.top_k),
         top_p=np.full(num_draws, one.top_p),
+        runtime=HOST,
     )
     numbers = np.concatenate([draw_uniforms(np.array([seed, 0], dtype=np.uint64), 0, 64) for seed in range(313)])[
         :num_draws
     ]
-    counts = np.bincount(draw_tokens(probabilities, numbers).numpy(), minlength=12)
+    counts = np.bincount(draw_tokens(probabilities, numbers, HOST).numpy(), minlength=12)
     support = expected > 0
     assert counts[~support].sum() == 0
     chi_square = ((counts - num_draws * expected)[support] ** 2 / (num_draws * expected[support])).sum()
@@ -185,11 +231,12 @@ def test_draws_follow_the_distribution(params: dict) -> None:
 def test_a_draw_never_leaves_the_support() -> None:
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     for uniform in (0.0, np.nextafter(1.0, 0.0)):
-        tokens = draw_tokens(probabilities, np.full(2, uniform))
+        tokens = draw_tokens(probabilities, np.full(2, uniform), HOST)
         assert tokens.tolist() == [1 if uniform == 0.0 else 3, 0]
 
 
-def test_the_batch_around_a_request_does_not_matter() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_the_batch_around_a_request_does_not_matter(path: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(12, 500, generator=generator)
     params = [
@@ -207,13 +254,13 @@ def test_the_batch_around_a_request_does_not_matter() -> None:
         SamplingParams(bad_words=[[11, 12, t] for t in range(480)], temperature=3.0),
     ]
     known = [([1, 2, i], [i, i + 1, i][: i % 4]) for i in range(12)]
-    together = sample_rows(logits, params, known)
+    together = sample_rows(logits, params, known, path=path)
     for i in range(12):
-        alone = sample_rows(logits[i : i + 1], params[i : i + 1], known[i : i + 1], ids=[i])
+        alone = sample_rows(logits[i : i + 1], params[i : i + 1], known[i : i + 1], ids=[i], path=path)
         assert alone.token_ids.tolist() == [together.token_ids[i]]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     order = [4, 8, 0, 11, 3, 10, 7, 1, 6, 9, 2, 5]
-    shuffled = sample_rows(logits[order], [params[i] for i in order], [known[i] for i in order], ids=order)
+    shuffled = sample_rows(logits[order], [params[i] for i in order], [known[i] for i in order], ids=order, path=path)
     assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
 
 
@@ -257,13 +304,14 @@ def test_seeds_and_requests_have_streams_of_their_own() -> None:
     assert key(0, 1, key(0, 1, None)[0]) != key(0, 1, None), "no seed reaches another request's stream"
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_logprobs_are_those_of_the_raw_logits(path: str) -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     params = [
         SamplingParams(temperature=0.3, top_k=1, frequency_penalty=1.0, logprobs=4),
         SamplingParams(temperature=0, logprobs=0),
     ]
-    sampled = sample_rows(logits, params, [([1], [2, 2]), ([1], [])])
+    sampled = sample_rows(logits, params, [([1], [2, 2]), ([1], [])], path=path)
     expected = logits.double().log_softmax(-1)
     for row, num_top in ((0, 4), (1, 0)):
         found = sampled.logprobs[row]
@@ -279,7 +327,7 @@ def test_what_is_kept_of_rows_is_as_if_read_anew() -> None:
     """Rows come, go and are taken over, a token is replaced; counts are those of all tokens, tokens the request's."""
     rng = np.random.default_rng(0)
     table, vocab_size = SequenceTable(4, 60, 16), 30
-    sampler, pool = Sampler(table, seed=0, eos_token_ids=(EOS,)), BlockPool(40, 16)
+    sampler, pool = Sampler(table, HOST, seed=0, eos_token_ids=(EOS,)), BlockPool(40, 16)
     params = [
         SamplingParams(temperature=0, repetition_penalty=1.6, frequency_penalty=0.4),
         SamplingParams(temperature=0, presence_penalty=1.5),
@@ -321,20 +369,26 @@ def test_what_is_kept_of_rows_is_as_if_read_anew() -> None:
     assert num_done > 40
 
 
-def test_min_tokens_lets_go_at_that_many() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_min_tokens_lets_go_at_that_many(path: str) -> None:
     logits = torch.zeros(3, 8)
     logits[:, EOS], logits[:, 6] = 9.0, 8.0
     params = [SamplingParams(temperature=0, min_tokens=2)] * 3
-    assert sample_rows(logits, params, [([1], [2] * n) for n in (1, 2, 3)]).token_ids.tolist() == [6, EOS, EOS]
+    assert sample_rows(logits, params, [([1], [2] * n) for n in (1, 2, 3)], path=path).token_ids.tolist() == [
+        6,
+        EOS,
+        EOS,
+    ]
 
 
-def test_broken_logits_break_their_own_row_only() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_broken_logits_break_their_own_row_only(path: str) -> None:
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(2))
     params = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams()]
-    sound = sample_rows(logits, params).token_ids
+    sound = sample_rows(logits, params, path=path).token_ids
     for broken, value in ((0, math.nan), (1, math.nan), (2, math.inf), (3, -math.inf)):
         bad = logits.clone()
         bad[broken, slice(None) if value == -math.inf else 7] = value
-        found = sample_rows(bad, params).token_ids
-        assert found[broken] == NOT_FINITE
+        found = sample_rows(bad, params, path=path).token_ids
+        assert found[broken] == NOT_FINITE < 0, "no token's id"
         assert (np.delete(found, broken) == np.delete(sound, broken)).all()

@@ -183,6 +183,25 @@ def test_a_swapped_one_computes_nothing_twice_and_comes_back_before_newcomers(la
         assert sequence.output_token_ids == tokens_alone(prompt, sequence.params, MAX_MODEL_LEN)[0]
 
 
+def test_a_fork_of_a_swapped_one_has_its_blocks_on_the_host() -> None:
+    scheduler = make_scheduler(num_blocks=9, block_size=2, preemption="swap", num_host_blocks=20, max_num_seqs=2)
+    device = SimulatedDevice(scheduler)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    _, victim = (scheduler.add(i, [i + 1, 2, 3, 4], params) for i in range(2))
+    while not victim.host_blocks.size:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, device.run(device.build(plan)))
+    child = scheduler.fork(1, 2, params)
+    assert scheduler.host_pool is not None
+    assert child.host_blocks.size
+    assert set(child.host_blocks.tolist()) <= set(victim.host_blocks.tolist())
+    assert set(scheduler.host_pool.refs(child.host_blocks)) == {2}
+    drive(scheduler, device, max_steps=80)
+    assert child.output_token_ids == victim.output_token_ids == tokens_alone([2, 2, 3, 4], params, MAX_MODEL_LEN)[0]
+    assert scheduler.counters.num_prefill_tokens == 4 + 4, "nothing is computed twice"
+    assert scheduler.host_pool.num_free == 20
+
+
 def test_without_room_on_the_host_the_victim_is_computed_again() -> None:
     scheduler = make_scheduler(num_blocks=9, block_size=2, preemption="swap", num_host_blocks=1, max_num_seqs=2)
     params = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -312,3 +312,14 @@ def test_a_slot_asked_for_where_all_are_in_use() -> None:
     with pytest.raises(RuntimeError, match="a slot asked for, and all 2 are in use"):
         states.allocate()
     assert np.array_equal(states.pool.refs(np.arange(2, dtype=np.int32)), [1, 1])
+
+
+def test_a_slot_of_the_host_is_free_after_the_last_that_shares_it() -> None:
+    states = StateSlots(2, 2, 1, SequenceTable(2, 8, 4), BlockPool(4, 4))
+    slot = states.allocate_on_host()
+    states.share_on_host(slot)
+    free = []
+    for _ in range(2):
+        states.release_on_host(slot)
+        free.append(states.host_pool.num_free if states.host_pool is not None else None)
+    assert free == [1, 2]

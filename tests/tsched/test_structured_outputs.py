@@ -19,6 +19,7 @@ import torch
 from tests.tsched.async_serving import make_async, run
 from tests.tsched.drawn_schemas import draw_params, find_fault
 from tests.tsched.test_llm import PROMPTS, completion, crowded_bytes, make_llm
+from tkernels.runtime import HostRuntime
 from tsched import LLM, SamplingParams, StructuredOutputsParams
 from tsched.execution.token_masks import bar_others, count_words, pack_mask, unpack_masks
 from tsched.requests import grammar_reader
@@ -360,11 +361,16 @@ def test_a_reader_that_was_killed_is_started_again(llm: LLM) -> None:
     ],
 )
 def test_a_wrong_form_is_named_with_what_is_allowed(form: Mapping[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=r"structured_outputs\b") as error:
+    with pytest.raises(ValueError, match=r"^structured_outputs\b") as error:
         StructuredOutputsParams(**form)
     assert re.search(re.escape(why).replace(r"\.\*", ".*"), str(error.value))
     with pytest.raises(ValueError, match=r"structured_outputs\b"):
         SamplingParams(structured_outputs=form)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"(a+)+": {}}}, {"const": {"pattern": "(a+)+"}}])
+def test_what_is_no_regex_is_not_judged_as_one(schema: dict[str, Any]) -> None:
+    assert json.loads(StructuredOutputsParams(json=schema).definition[1]) == schema
 
 
 @pytest.mark.parametrize(
@@ -429,6 +435,6 @@ def test_a_mask_bars_what_it_does_not_hold(vocab_size: int) -> None:
         expected = scores.clone().numpy()
         for i, one in zip(entries, allowed, strict=True):
             expected[i][~one] = -np.inf
-        bar_others(scores, np.array(entries), torch.from_numpy(masks))
+        bar_others(scores, np.array(entries), torch.from_numpy(masks), HostRuntime())
         assert (scores.numpy() == expected).all()
         assert (unpack_masks(torch.from_numpy(masks))[:, :vocab_size].numpy() == allowed).all()

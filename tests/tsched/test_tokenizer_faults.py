@@ -15,6 +15,7 @@ from tests.tsched.async_serving import LONG, check_empty, collect, joined, make_
 from tests.tsched.test_llm import GREEDY, PROMPTS, completion, make_llm
 from tmodel import ConfigError
 from tsched import LLM, BeamSearchParams, SamplingParams
+from tsched.requests import token_texts
 from tsched.requests.tokenizer import load_tokenizer
 
 FREE = dataclasses.replace(GREEDY, ignore_eos=True)
@@ -89,6 +90,17 @@ def test_a_failing_decoder_ends_one_request(
         assert completion(output) == completion(alone)
         assert output.outputs[0].text == alone.outputs[0].text
     assert llm.stats().num_used_blocks == 0
+
+
+def test_a_token_whose_bytes_cannot_be_found_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise ValueError("no bytes")
+
+    monkeypatch.setattr(token_texts, "find_token_bytes", fail)
+    llm._texts._labels.clear()
+    failed, other = llm.generate(PROMPTS[3:5], [dataclasses.replace(FREE, logprobs=1), FREE])
+    assert failed.error == "the tokenizer's decode raised ValueError: no bytes"
+    assert other.error is None
 
 
 def test_the_last_token_of_a_request_may_be_the_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,13 @@ def test_no_name_is_answered_that_vllm_never_had() -> None:
         assert not others.keys() - theirs
 
 
+def test_each_answer_has_words() -> None:
+    for others in {id(table): table for table, _ in TABLES.values()}.values():
+        for name, other in others.items():
+            assert "None" not in other.answer, name
+            assert None not in other.unused, f"{name}: None asks for nothing anyhow"
+
+
 def test_each_other_name_is_answered_with_one_that_is_here() -> None:
     here = {"SamplingParams": SamplingParams, "BeamSearchParams": BeamSearchParams, "LLM": LLM, "AsyncLLM": AsyncLLM}
     elsewhere = (
@@ -130,6 +137,8 @@ def test_what_asks_for_nothing_is_taken(checkpoint: Path) -> None:
         llm.chat(message, params, tools=[{"type": "function"}])  # type: ignore[call-arg]
     with pytest.raises(ArgumentTypeError, match="BeamSearchParams has no field 'temperature'"):
         BeamSearchParams(2, 4, temperature=0.7)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentTypeError, match="it has no counterpart: a beam ends at its length or at an end-of-"):
+        BeamSearchParams(2, 4, include_stop_str_in_output=True)  # type: ignore[call-arg]
     (found,) = llm.beam_search([PROMPTS[3]], BeamSearchParams(2, 3, temperature=0.0), use_tqdm=False)  # type: ignore[call-arg]
     assert len(found.outputs) == 2
 

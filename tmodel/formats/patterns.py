@@ -25,7 +25,7 @@ _AMBIGUOUS = re.compile(r"\{(?!\d*,?\d*\})|\[:")
 
 def find_pattern_fault(expression: str) -> str | None:
     """Why `expression` is no regular expression that can be compiled; None where it is one."""
-    if (found := _AMBIGUOUS.search(re.sub(r"\\.", "", expression))) is not None:
+    if (found := _AMBIGUOUS.search(re.sub(r"\\.", ".", expression))) is not None:
         return f"{found[0]!r} in it is understood in two ways; no layer's name has it"
     try:
         re.compile(expression)

@@ -21,6 +21,7 @@ from tests.tmodel.packed import Driver, in_one_go, load
 from tkernels.quantized.scaled_weight import ScaledWeight, dequantize
 from tmodel import ConfigError, WeightError, kernel_axes, load_config
 from tmodel.formats import parse_format
+from tmodel.formats.compressed_tensors import make_w8a8
 from tmodel.layers import JoinedLinear, Linear
 from tsched import SamplingParams
 
@@ -276,6 +277,22 @@ def test_a_format_writes_only_what_it_holds(tmp_path: Path) -> None:
     static = replace(weight, input_scale=torch.ones(1))
     with pytest.raises(ValueError, match="int8, False, True.*, but the format holds"):
         parse_format(settings(INT8)).encode("a.b", static)
+
+
+def test_one_scale_of_all_outputs_is_written_where_there_is_one_output() -> None:
+    one = parse_format(changed(INT8, "weights", strategy="tensor"))
+    weight = ScaledWeight(torch.ones(1, INPUTS, dtype=torch.int8), torch.full((1,), 0.5))
+    assert one.encode("a.b", weight)["weight_scale"].tolist() == [0.5]
+
+
+def test_what_is_written_says_nothing_of_what_it_does_not_hold() -> None:
+    assert set(make_w8a8("int").config()) == {
+        "quant_method",
+        "quantization_status",
+        "config_groups",
+        "ignore",
+        "format",
+    }
 
 
 def test_a_missing_scale_names_the_model_s_file(tmp_path: Path) -> None:

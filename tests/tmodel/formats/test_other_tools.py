@@ -117,6 +117,9 @@ def test_only_the_blocks_that_auto_round_names_are_quantized(blocks: dict[str, A
         ))
     }  # fmt: skip
     assert list(bits.values()) == [4, 4, 8, None, 4]
+    head = parse_format({**AUTO_ROUND, **blocks, "extra_config": {"lm_head": {}}}).scheme("lm_head")
+    assert head == found.scheme("lm_head")  # it is named, and differs in nothing
+    assert parse_format({**AUTO_ROUND, **blocks}).scheme("lm_head") is None
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ def compressed(**changes: Any) -> dict[str, Any]:
         ({**AWQ_4, "lm_head": "yes"}, "lm_head: .*boolean, got 'yes'"),
         ({**AWQ_4, "pack_dtype": "int8"}, "pack_dtype: .*'int32', got 'int8'"),
         *(
-            ({**raw, "adapter": {"rank": 8}}, r"adapter: .*LoRA adapter, which is not applied here, got {'rank': 8}; ")
+            ({**raw, "adapter": {"rank": 8}}, r"adapter: .*LoRA adapter, which is not applied here, got {'rank': 8}; "
+             "merge it into the dense model and quantize that, or set adapter to null to serve .* without it$")
             for raw in (GPTQ_4, AWQ_4)
         ),
         ({**AWQ_4, "format": "gemv"}, "format: the packing of format 'gemv' is not supported; 'gemm' is"),
@@ -104,6 +105,13 @@ def test_a_config_that_is_not_supported(write_checkpoint: WriteCheckpoint, quant
     directory = write_checkpoint({}, **{**SHAPE, "quantization_config": quantization})
     with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
         load_config(directory)
+
+
+def test_what_is_escaped_is_no_part_of_what_is_ambiguous() -> None:
+    """`[\\.:]` is a point or a colon, and no class begins in it."""
+    ignored = parse_format({**COMPRESSED_4, "ignore": [r"re:.*[\.:]up_proj", r"re:a\{b\[:"]})
+    schemes = [ignored.scheme(name) for name in ("model.up_proj", "model:up_proj", "model_up_proj", "a{b[:")]
+    assert [scheme is None for scheme in schemes] == [True, True, False, True]
 
 
 NESTED = "(?:(.+?)(.+?))+(?:jx|px)"
@@ -142,7 +150,10 @@ def test_expressions_that_each_take_long_are_stopped_together(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ({"hidden_size": 100}, r"model\.layers\.0\.self_attn\.q_proj: its 100 inputs are no multiple of 32"),
+        (
+            {"hidden_size": 100},
+            r"self_attn\.q_proj: its 100 inputs are no multiple of 32, the codes of 3 bits in a row of words",
+        ),
         ({"head_dim": 2}, r"model\.layers\.0\.self_attn\.q_proj: 8 zero-points of 3 bits do not fill whole words"),
     ],
 )
@@ -234,6 +245,7 @@ LOOKUP = Kind("squeezellm", 4)
             for value, found in [(float("nan"), "a NaN"), (float("inf"), "an infinity"), (float("-inf"), "an infinity")]
         ),
         (LOOKUP, "vals", put(float("nan")), r"has a NaN at \[\d+\]"),
+        (G_IDX, "g_idx", lambda g: g[1:], r"has shape \[255\], where \[K\] = \[256\] is expected"),
         (G_IDX, "g_idx", put(8), "names group 8; there are 8, counted from 0"),
         (G_IDX, "g_idx", put(-1), "names group -1; there are 8"),
         (G_IDX, "g_idx", lambda g: g.clamp(max=6), r"gives group 6 64 inputs; each of 8 must have group_size = 32"),

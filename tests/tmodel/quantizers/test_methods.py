@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from tkernels.quantized.weight import QuantizedWeight, dequantize, unpack_codes
+from tmodel.quantization import LinearShape
+from tmodel.quantizers import METHODS, Layer
 from tmodel.quantizers.awq import clip_groups, output_error, power_scales, round_scaled, search_scales
 from tmodel.quantizers.calibration import Inputs
-from tmodel.quantizers.descent import descend
+from tmodel.quantizers.descent import BLOCK, block_of, descend
 from tmodel.quantizers.gptq import DAMPING, ActOrder, gptq, order_inputs
 from tmodel.quantizers.kmeans import kmeans, move_centres, nearest_centre, sorted_rows
 from tmodel.quantizers.rtn import compute_steps, round_to_codes, round_to_nearest, search_steps
@@ -59,6 +63,13 @@ def test_a_group_above_zero_has_a_zero_point_that_v1_can_hold(weight: torch.Tens
     assert int(unpack_codes(made).max()) == 2**bits - 1
     step = made.scales.float().repeat_interleave(32, 0).t()
     assert bool(((dequantize(made, torch.float32) - weight.abs() - 1).abs() <= step * 0.51).all())
+
+
+def test_rtn_writes_what_v1_can_hold(weight: torch.Tensor) -> None:
+    layer = Layer(0, (LinearShape(("up",), (N,), K),), {"up.weight": weight.abs() + 1}, torch.float32)
+    made = METHODS["rtn"].quantize(layer, 4, 32).linears["up"]
+    tensors = METHODS["rtn"].format(4, 32).encode("up", made)
+    assert not tensors["qzeros"].any()  # 1 is stored as 0
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -181,6 +192,10 @@ def test_gptq_that_searches_leaves_less_output_error(weight: torch.Tensor, input
     assert error(weight, searched, inputs) < 0.97 * error(weight, whole, inputs)
 
 
+def test_a_block_of_inputs_divides_a_group() -> None:
+    assert [block_of(size) for size in (1, 32, 96, 128, 131, 192, 256, 1024)] == [1, 32, 96, 128, 1, 96, 128, BLOCK]
+
+
 def descent_loss(weight: torch.Tensor, codes: torch.Tensor, steps: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     """[N]: what the codes [K, N] around 2 cost each output, by definition."""
     difference = (codes - 2) * steps.repeat_interleave(32, 0) - weight.t()
@@ -219,6 +234,13 @@ def test_gptq_that_goes_over_its_codes_again_leaves_less_output_error(
     walked, swept = (gptq(weight, inputs.second_moment, bits, group_size, sweeps=n, **options) for n in (0, 2))  # type: ignore[arg-type]
     assert error(weight, swept, inputs) < 0.97 * error(weight, walked, inputs)
     assert (swept.zeros is None) == symmetric
+
+
+def test_gptq_untold_does_what_its_page_says() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "quantization.md").read_text()
+    said = dict(re.findall(r"^\| `(\w+)` \| `?([\w.]+)", page, re.MULTILINE))
+    untold = {name: str(value).lower() for name, value in METHODS["gptq"].options.model_dump().items()}
+    assert {name: said.get(name) for name in untold} == untold
 
 
 def test_gptq_refuses_what_is_no_second_moment(weight: torch.Tensor) -> None:
@@ -264,6 +286,20 @@ def test_clipping_leaves_less_output_error_of_each_group(weight: torch.Tensor, i
         moment = inputs.second_moment[part, part].float()
         errors = [((d[:, part] @ moment) * d[:, part]).sum(1) for d in (before, after)]
         assert bool((errors[1] <= errors[0] * 1.00001).all())
+
+
+def test_clipping_takes_the_best_bound_of_its_grid_for_every_group(weight: torch.Tensor, inputs: Inputs) -> None:
+    wide = weight.double()
+    cut = clip_groups(wide, inputs.second_moment, 4, 32)
+    for start in range(0, K, 32):
+        own, moment = wide[:, start : start + 32], inputs.second_moment[start : start + 32, start : start + 32]
+        greatest = own.abs().amax(1, keepdim=True)
+        bounds = [greatest * (1 - step / 20) for step in range(10)]
+        rounded = [dequantize(round_to_nearest(own.clamp(-b, b), 4, 32), torch.float64) - own for b in bounds]
+        errors = torch.stack([((d @ moment) * d).sum(1) for d in rounded])  # [10, N]
+        best = torch.stack(bounds).gather(0, errors.argmin(0)[None, :, None])[0]
+        assert torch.equal(cut[:, start : start + 32], own.clamp(-best, best))
+        assert len(errors.argmin(0).unique()) > 2
 
 
 def test_kmeans_is_as_good_as_trying_every_cut() -> None:

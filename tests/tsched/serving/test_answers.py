@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tsched.serving.auth import Keys, Tenant
 from tsched.serving.local_client import LocalClient
 from tsched.serving.protocol.completions import CompletionRequest
 from tsched.serving.responses import frame
+from tsched.serving.text import TextCodec
 
 PROMPTS = ["def scan(line, start=0):", "return [word", "'ünïcode 🐍'"]
 
@@ -250,6 +252,13 @@ def test_tokens_and_text_are_the_tokenizers(server: RunningServer, llm: LLM, tok
     info = server.get("/tokenizer_info").json
     assert info["eos_token"] == "<end>"
     assert server.get("/load").json["in_flight"] == 0
+
+
+def test_a_tokenizer_without_a_config_has_a_class_and_no_names(chat_checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copy(chat_checkpoint / "tokenizer.json", tmp_path)
+    told = TextCodec(tmp_path).describe(None).model_dump()
+    assert told.pop("tokenizer_class") == "Tokenizer"
+    assert set(told.values()) == {None}
 
 
 def test_a_conversation_is_tokenized_as_its_chat_is(server: RunningServer, tokenizer: Tokenizer) -> None:

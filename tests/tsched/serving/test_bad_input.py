@@ -10,8 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from tests.tsched.serving.conftest import RunningServer
+from tsched.requests.errors import RefusedError
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.requests import refuse
 
 TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 2}
 TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
@@ -163,6 +165,8 @@ def test_a_wrong_field_is_named(
         answer = server.post(path, base | changes)
     assert answer.status == 400, answer.body
     assert (answer.error["code"], answer.error["param"]) == (code, param), answer.error
+    if base is TALK and param == "response_format":
+        assert "structured_outputs" not in answer.error["message"], "which was not asked for"
     assert len(answer.body) <= 4096
     assert set(answer.error) == {"message", "type", "param", "code"}
 
@@ -195,6 +199,22 @@ def test_a_refusal_by_number_has_the_numbers_and_blames_the_larger_one(server: R
         answer = server.post(path, base | asked)
         assert (answer.status, answer.error["param"]) == (400, param), answer.body
         assert says in answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ("structured_outputs.json is no JSON: a", "response_format.json_schema.schema is no JSON: a"),
+        ("structured_outputs has a fault", "response_format has a fault"),
+    ],
+)
+def test_a_fault_of_a_form_is_said_in_the_words_of_who_asked(message: str, says: str) -> None:
+    asked = CompletionRequest.model_validate(TEXT | schema({}))
+    error = refuse(asked, RefusedError(message))
+    assert (str(error), error.param) == (says, "response_format")
+    asked = CompletionRequest.model_validate(TEXT | {"structured_outputs": {"json": {}}})
+    error = refuse(asked, RefusedError(message))
+    assert (str(error), error.param) == (message, "structured_outputs")
 
 
 def test_a_missing_field_is_named(server: RunningServer) -> None:

@@ -2,12 +2,18 @@
 
 import base64
 import hashlib
+import html
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 from tests.tsched.serving.conftest import RunningServer
+from tmodel.presets import PRESETS
+from tsched.serving.app import create_app
 from tsched.serving.docs_page import render_docs
+from tsched.serving.local_client import LocalClient
+from tsched.serving.protocol import chat, completions
 
 
 class Page(HTMLParser):
@@ -43,6 +49,12 @@ def test_the_page_has_every_route_and_field_and_needs_no_network(server: Running
     for name in ("CompletionRequest", "ChatRequest", "SwapRequest", "Completion"):
         assert document["components"]["schemas"][name]["properties"].keys() <= page.words
     assert {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "form", "object"} == set()
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert json.dumps(body["example"]) in html.unescape(text)
+        stream = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert stream["itemSchema"]["properties"]["data"]["anyOf"][0] == {"const": "[DONE]"}
+    assert server.get("/health/").status == 404, "a route has one name"
     anchors = {given["id"] for _, given in page.tags if "id" in given}
     links = {str(given["href"]) for tag, given in page.tags if tag == "a"}
     assert {link.removeprefix("#") for link in links - {"openapi.json"}} <= anchors
@@ -51,6 +63,25 @@ def test_the_page_has_every_route_and_field_and_needs_no_network(server: Running
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert answer.headers["content-security-policy"].startswith(f"default-src 'none'; style-src 'sha256-{digest}'")
     assert server.get("/redoc").status == server.get("/docs/oauth2-redirect").status == 404
+
+
+def test_a_stream_is_described_as_events_of_its_chunks_and_errors(tmp_path: Path) -> None:
+    app = create_app(LocalClient(tmp_path))
+    paths = app.openapi()["paths"]
+    for path, chunk in (("/v1/completions", "Completion"), ("/v1/chat/completions", "ChatChunk")):
+        stream = paths[path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+        assert stream.keys() == {"itemSchema"}, stream
+        events = stream["itemSchema"]
+        last, json_text = events["properties"]["data"]["anyOf"]
+        assert (events["type"], events["required"], last) == ("object", ["data"], {"const": "[DONE]"})
+        assert (json_text["type"], json_text["contentMediaType"]) == ("string", "application/json")
+        kinds = [one["$ref"].removeprefix("#/components/schemas/") for one in json_text["contentSchema"]["anyOf"]]
+        assert kinds == [chunk, "ErrorBody"]
+    assert not app.router.redirect_slashes, "a route has one name"
+
+
+def test_the_examples_of_the_page_are_of_a_model_that_everybody_has() -> None:
+    assert {completions.EXAMPLE["model"], chat.EXAMPLE["model"]} <= PRESETS.keys()
 
 
 def test_the_page_of_docs_lists_every_route_and_every_metric_of_our_own(server: RunningServer) -> None:

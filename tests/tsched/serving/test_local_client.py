@@ -33,6 +33,8 @@ def test_deltas_and_stats_are_the_engines_own_and_json_holds_them(checkpoint: Pa
         assert client.state == "loading"
         with pytest.raises(EngineUnavailableError):
             client.submit(request)
+        with pytest.raises(EngineUnavailableError, match="the model is being loaded"):
+            client.stats()
         await client.start()
         assert client.state == "ready"
         assert (client.facts.name, client.facts.vocab_size) == (checkpoint.name, 300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -225,6 +226,30 @@ def test_the_engine_is_asked_on_the_event_loop_alone(start: Start, monkeypatch: 
     assert {thread for _, thread in asked} == {server._thread.ident}
 
 
+def test_a_loop_that_is_held_up_lags_by_that_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_room, "_LAG_S", 0.01)
+    metrics = Metrics(LocalClient(tmp_path))
+
+    async def main() -> None:
+        watching = asyncio.create_task(metrics.watch_loop())
+        await asyncio.sleep(0)
+        time.sleep(0.05)  # instead of giving the loop back
+        await asyncio.sleep(0.005)
+        watching.cancel()
+
+    asyncio.run(main())
+    values = {one.name: one.value for family in metrics.registry.collect() for one in family.samples}
+    assert values["tkernels_event_loop_lag_seconds_count"] >= 1
+    assert values["tkernels_event_loop_lag_seconds_sum"] >= 0.035
+
+
+def test_the_lag_of_the_event_loop_is_measured(server: RunningServer) -> None:
+    deadline = time.monotonic() + 20
+    while total(server, "tkernels_event_loop_lag_seconds_count") == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert total(server, "tkernels_event_loop_lag_seconds_count") > 0
+
+
 LABELLED = {"request_success_total": "finished_reason", "admission_rejections_total": "reason"}
 
 
@@ -289,6 +314,46 @@ def test_what_is_measured_is_what_a_client_sees(tmp_path: Path, monkeypatch: pyt
     assert 'finished_reason="length"' in text
 
 
+@pytest.mark.parametrize(
+    ("error", "finish_reasons", "reason"),
+    [
+        (None, ["stop", "length", "stop"], "length"),
+        (None, ["length", "abort"], "abort"),
+        (None, ["error", "stop"], "error"),
+        (None, [], "abort"),
+        ("client_gone", ["stop"], "abort"),
+        ("engine_error", [], "error"),
+        ("internal_error", [], "error"),
+        ("unsatisfiable", [], "error"),
+        ("queue_timeout", [], "timeout"),
+        ("request_timeout", [], "timeout"),
+    ],
+)
+def test_a_request_that_was_taken_has_one_reason(
+    error: str | None, finish_reasons: list[str], reason: str, tmp_path: Path
+) -> None:
+    metrics = Metrics(LocalClient(tmp_path))
+    metrics.begin_request().end(500 if error else 200, error, finish_reasons, 1)
+    counted = [one for family in metrics.registry.collect() for one in family.samples if one.value]
+    reasons = [one.labels["finished_reason"] for one in counted if one.name == "vllm:request_success_total"]
+    assert reasons == [reason]
+    assert "tkernels_requests_refused_total" not in {one.name for one in counted}
+
+
+def test_the_tokens_of_a_step_are_those_since_the_last_one(tmp_path: Path) -> None:
+    metrics = Metrics(LocalClient(tmp_path))
+    seen = []
+    for num_steps, num_prompt, num_output in ((1, 10, 1), (2, 10, 3), (4, 16, 7)):
+        metrics._take_stats(
+            StatsSnapshot(
+                0, 0, 1, 0, num_steps, num_prompt, num_output, num_preemptions=0, num_cache_queries=0, num_cache_hits=0
+            )
+        )
+        values = {one.name: one.value for family in metrics.registry.collect() for one in family.samples}
+        seen.append([values[f"vllm:iteration_tokens_total_{name}"] for name in ("count", "sum")])
+    assert seen == [[1, 11], [2, 13], [4, 23]]
+
+
 def test_what_a_dead_engine_made_is_not_counted_with_what_the_next_makes_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +387,7 @@ def test_gpus_show_their_use_where_nvml_tells_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     text = metrics.expose(metrics.read_engine()).decode()
     assert 'tkernels_device_memory_used_bytes{device="GPU-1"} 11.0' in text
+    assert 'tkernels_device_memory_total_bytes{device="GPU-1"} 100.0' in text
     assert 'tkernels_device_utilization_ratio{device="GPU-0"} 0.25' in text
 
     def fail() -> None:

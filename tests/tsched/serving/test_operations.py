@@ -25,6 +25,7 @@ from tsched.requests.prompts import check_priority
 from tsched.serving import app, exchange, http
 from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
+from tsched.serving.engine_client import Delta, ModelFacts, SampleDelta
 from tsched.serving.exchange import Exchange
 from tsched.serving.limits import ServerLimits
 from tsched.serving.metrics import RequestMeter
@@ -403,6 +404,42 @@ def test_a_failing_engine_is_said_and_no_stream_ends_as_if_it_were_whole(
     assert not client.running
 
 
+def test_a_route_that_fails_is_said_too_and_logged(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, _ = start()
+
+    def fail(_: ScriptedClient) -> ModelFacts:
+        raise KeyError("a secret of the server")
+
+    monkeypatch.setattr(ScriptedClient, "facts", property(fail))
+    answer = server.get("/v1/models")
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert b"secret" not in answer.body
+    assert "a secret of the server" in caplog.text
+
+
+def test_a_tokenizer_is_described_where_there_is_no_chat_template(checkpoint: Path) -> None:
+    server = RunningServer(create_app(ScriptedClient(checkpoint))).wait_until_ready()
+    try:
+        answer = server.get("/tokenizer_info")
+    finally:
+        server.stop()
+    assert (answer.status, answer.json["chat_template"], answer.json["eos_token"]) == (200, None, "<end>")
+
+
+def test_what_the_engine_aborts_is_to_be_asked_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, _ = start()
+
+    async def abort(_: ScriptedStream) -> Delta:
+        return Delta([SampleDelta(0, [], "", None, "abort")], True)
+
+    monkeypatch.setattr(ScriptedStream, "__anext__", abort)
+    answer = server.post("/v1/completions", TEXT)
+    assert (answer.status, answer.error["code"], answer.headers["retry-after"]) == (503, "unavailable", "1")
+    assert answer.error["message"] == "the request was aborted by the server"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_servers_own_failure_is_said_too_and_logged(
     stream: bool, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -430,6 +467,7 @@ def test_the_servers_own_failure_is_said_too_and_logged(
     last = answer.body.decode().removesuffix("\n\n").rpartition("data: ")[2]
     error = json.loads(last)["error"]
     assert (answer.status, error["code"], error["type"]) == (200 if stream else 500, "internal_error", "server_error")
+    assert error["message"] == "the server failed at this request"
     assert b"[DONE]" not in answer.body
     assert b"secret" not in answer.body
     wait_for(lambda: at_rest(server))

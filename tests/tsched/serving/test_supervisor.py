@@ -7,13 +7,17 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from tests.tsched.serving.scripted_worker import (
     ANSWER,
+    COUNTS,
+    FACTS,
     HANG,
     LIE,
     RAISE,
@@ -34,6 +38,7 @@ from tsched.serving.engine_client import (
 from tsched.serving.link import delta_of, join_deltas
 from tsched.serving.supervisor import SupervisedClient
 from tsched.serving.worker_lives import longest_load, restart_delay
+from tsched.serving.worker_process import WorkerProcess
 from tsched.serving.worker_stream import WorkerStream
 
 
@@ -136,7 +141,7 @@ def test_after_a_kill_streams_that_spoke_end_and_the_others_are_served_by_the_ne
         await expect_the_end_of_a_killed_stream(client)
         with pytest.raises(EngineUnavailableError) as unavailable:
             client.check_open()
-        assert unavailable.value.retry_after >= 1
+        assert 1 <= unavailable.value.retry_after < 60
         assert client.state == "restarting"
         late = ask(client, "c", ANSWER)  # let in before, and tokenized meanwhile
         deltas = [delta async for delta in silent]
@@ -293,8 +298,9 @@ def test_delays_double_up_to_half_a_minute_and_old_deaths_are_forgotten() -> Non
 def test_what_goes_wrong_at_the_start_is_raised_there(tmp_path: Path, name: str, reason: str) -> None:
     async def main() -> None:
         client = SupervisedClient(tmp_path, name=name)
-        with pytest.raises(EngineUnavailableError):
-            ask(client, "a", ANSWER)
+        for early in (client.stats, partial(ask, client, "a", ANSWER)):
+            with pytest.raises(EngineUnavailableError, match="^the model is being loaded$"):
+                early()
         with pytest.raises(EngineFailedError, match=reason):
             await client.start()
         assert client.state == "failed"
@@ -388,6 +394,21 @@ def test_aborts_reach_requests_in_a_worker_and_between_two(tmp_path: Path) -> No
     serve(tmp_path, main)
 
 
+def test_a_request_goes_to_a_worker_when_that_is_ready_and_once(tmp_path: Path) -> None:
+    sent: list[link.Message] = []
+
+    async def main() -> None:
+        client = SupervisedClient(tmp_path)
+        client._state, client._worker = "restarting", cast("WorkerProcess", SimpleNamespace(send=sent.append))
+        ask(client, "a", ANSWER)
+        assert sent == []
+        client._receive({"kind": "ready", "facts": FACTS | {"name": "a"}, "stats": COUNTS})
+        ask(client, "b", ANSWER)
+
+    asyncio.run(main())
+    assert [[one["request_id"] for one in message["requests"]] for message in sent] == [["a"], ["b"]]
+
+
 def test_what_was_aborted_in_a_hung_worker_goes_to_no_other(tmp_path: Path) -> None:
     async def main(client: SupervisedClient) -> None:
         left, awaited = ask(client, "a", SILENT), ask(client, "b", SILENT)
@@ -417,6 +438,9 @@ def test_what_the_front_end_can_refuse_reaches_no_worker(tmp_path: Path, monkeyp
             client.submit(EngineRequest("a", [ANSWER], {"top_p": 7.0}))
         with pytest.raises(RequestRefusedError, match="at most"):
             client.submit(EngineRequest("a", [10**9] * 2_000, {}))
+        with pytest.raises(RequestRefusedError, match="at most") as refused:
+            await client.swap_kernels({"swiglu": "x" * 10_000})
+        assert refused.value.param == "kernels"
         ask(client, "b", SILENT)
         with pytest.raises(ValueError, match="not finished"):
             ask(client, "b", SILENT)
@@ -437,6 +461,9 @@ def test_a_message_arrives_as_it_was_sent_or_is_refused() -> None:
     texts = ["\ud83d", "half \udc00 of a pair", "a\0b", "\U0001f40d"]
     message = {"kind": "a", "texts": texts, "most": 2**64 - 1, "bias": {7: -1.5}, "none": [None, True, float("-inf")]}
     assert send(message) == message
+    for end in (3, 9):  # within its length, and within its body
+        with pytest.raises(link.LinkError, match="^the link ends in the middle of a message$"):
+            asyncio.run(read(link.encode_message(message)[:end]))
     score = 0.1 + 2**-55
     assert send({"kind": "a", "values": (score, 1)}) == {"kind": "a", "values": [score, 1]}
     nested: list[Any] = []

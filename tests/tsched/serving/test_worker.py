@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +28,7 @@ from tsched.execution.engine_thread import EngineThread
 from tsched.execution.news import Ticket
 from tsched.execution.phase_times import PhaseTimes
 from tsched.serving import link
+from tsched.serving import worker as worker_room
 from tsched.serving.engine_client import (
     Delta,
     DeltaStream,
@@ -48,11 +51,15 @@ import functools
 from pathlib import Path
 from tkernels import Variant
 from tkernels.ops.rms_norm.contract import CONTRACT
+calls = 0
 @functools.wraps(CONTRACT.baseline)
 def compute(*args, **kwargs):
+    global calls
     if Path({trigger!r}).exists():
-        Path({trigger!r}).unlink()
-        raise RuntimeError("planted\\nbelow it a stack")
+        calls += 1
+        if calls == 40:
+            Path({trigger!r}).unlink()
+            raise RuntimeError("planted\\nbelow it a stack")
     return CONTRACT.baseline(*args, **kwargs)
 VARIANT = Variant(wins="never: it fails", deterministic=True, batch_invariant=False, function=compute)
 """
@@ -154,6 +161,7 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     sizes = {"a": 100, "b": 900, "long": 5000, "c": 900, "d": 1}
     deltas = [(name, Delta([SampleDelta(0, [1], "x" * size, None)], False)) for name, size in sizes.items()]
     worker._send_news(engine, [("t", 0, [5], "y", None)], deltas, [("r", "no", None)])
+    assert {message["kind"] for message in sink.messages} == {"news"}
     assert [one for message in sink.messages for one in message["tokens"]] == [["t", 0, [5], "y", None]]
     sent = [name for message in sink.messages for name, _ in message["deltas"]]
     assert sent == ["a", "b", "c", "d"]
@@ -161,6 +169,33 @@ def test_news_too_long_for_one_message_are_several_and_a_request_too_long_for_on
     assert [name for name, _, _ in refused] == ["long", "r"]
     assert "its answer is too long" in refused[0][1]
     assert aborted == [ticket]
+
+
+def test_what_the_front_end_says_of_a_request_reaches_the_engine(checkpoint: Path) -> None:
+    """Its priority and salt, and that nobody waits for it any more."""
+    submitted: list[Ticket] = []
+    aborted: list[Ticket] = []
+    thread = SimpleNamespace(failure=None, submit=lambda *tickets: submitted.extend(tickets), abort=aborted.append)
+
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        worker = Worker(reader, cast("link.LinkWriter", Sink()))
+        worker._engine = _Engine(LLM(checkpoint, **OPTIONS), PhaseTimes(NVTX), cast("EngineThread", thread))
+        requests = [asdict(EngineRequest(name, [5], {}, priority=rank)) for name, rank in (("a", 3), ("b", -2))]
+        requests.append(asdict(EngineRequest("c", [5], {}, cache_salt="s")))
+        for message in (
+            {"kind": "submit", "requests": requests},
+            {"kind": "abort", "id": "b"},
+            {"kind": "abort", "id": "d"},
+        ):
+            reader.feed_data(link.encode_message(message))
+        reader.feed_eof()
+        await worker._follow()
+
+    asyncio.run(main())
+    told = [(one.prepared.request_id, one.prepared.priority, one.prepared.cache_salt) for one in submitted]
+    assert told == [("a", 3, b""), ("b", -2, b""), ("c", 0, b"s")]
+    assert aborted == [submitted[1]], "nobody knows d"
 
 
 def test_frames_that_the_link_does_not_take_at_once_arrive_whole_and_in_order() -> None:
@@ -219,6 +254,21 @@ def test_a_swap_that_runs_out_of_memory_is_answered(checkpoint: Path, monkeypatc
     }  # fmt: skip
 
 
+def test_a_worker_collects_rarely_and_leaves_the_model_out(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[str, int]] = []
+    collector = SimpleNamespace(
+        collect=lambda: called.append(("collect", 0)),
+        freeze=lambda: called.append(("freeze", 0)),
+        set_threshold=lambda count: called.append(("set_threshold", count)),
+    )
+    monkeypatch.setattr(worker_room, "gc", collector)
+    served, times = worker_room._load_model(str(checkpoint), OPTIONS, [])
+    assert served.stats().num_steps > 0, "it is warm"
+    assert sum(times.seconds.values()) > 0
+    assert [name for name, _ in called] == ["collect", "freeze", "set_threshold"]
+    assert called[-1][1] > gc.get_threshold()[0]
+
+
 def test_the_front_end_of_a_worker_loads_no_torch() -> None:
     rooms = "experiments.commands.serve, tsched.serving.app, tsched.serving.http, tsched.serving.supervisor"
     program = f"import sys, json, {rooms}; print(json.dumps([*sys.modules]))"
@@ -274,9 +324,9 @@ def test_a_kernel_that_raises_in_a_real_worker_is_told_without_a_stack(checkpoin
         kernels = {"rms_norm": "raising"}
         client = SupervisedClient(checkpoint, variants_from=[tmp_path / "variants"], kernels=kernels, **OPTIONS)
         await client.start()
+        trigger.touch()  # the kernel counts its calls from here, and raises within these requests
         streams = client.submit(*(EngineRequest(str(i), PROMPTS[i], LONG) for i in range(4)))
         await anext(streams[0])
-        trigger.touch()
         for stream in streams:
             with pytest.raises(EngineFailedError, match="^the engine failed: RuntimeError: planted$"):
                 await rest(stream)
