@@ -63,7 +63,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, e
     tokens, hidden = x.shape
     run.launch(
         rms_norm_planted, (tokens,), out_ptr=out, x_ptr=x, weight_ptr=weight, stride_x_t=x.stride(0),
-        stride_out_t=out.stride(0), hidden=hidden, eps=eps, BLOCK=32,
+        stride_out_t=out.stride(0), hidden=hidden, eps=eps, BLOCK=128,
     )
 
 

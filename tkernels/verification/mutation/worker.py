@@ -197,10 +197,14 @@ def _draw(task: Mapping[str, Any], cases: Cases) -> Work:
 def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     """Prepares what every mutant of the variant shares, here, so that the fork has it."""
     variant = cases.variant(task)
-    plain = cases.of(task, task["draws"], task["programs"])
+
+    def kept(found: Sequence[Drawn]) -> list[Drawn]:
+        return [one for one in found if one[0].seed not in task["skip"]]
+
+    drawn = kept(cases.of(task, task["draws"], task["programs"]))
+    plain = [*drawn, *kept(cases.wide(task))]
     # Faked strides need sizes of 3 and more in every dim, so these draws may have more programs.
-    for_offsets = cases.of(task, task["offset_draws"], 64)
-    plain = [drawn for drawn in (*plain, *cases.wide(task)) if drawn[0].seed not in task["skip"]]
+    for_offsets = kept(cases.of(task, task["offset_draws"], 64))
     if wrong := cases.warm(variant, plain):
         return lambda tell: {"verdict": "original", "reason": wrong}
 
@@ -211,7 +215,8 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     def run(tell: Tell) -> Answer:
         if task["source"] is not None:
             _plant(task, variant)
-        cases_of = {"plain": plain, "offsets": for_offsets, "races": plain}
+        # The accesses of a wide case are many: to keep them all costs 2.5 times what the case does.
+        cases_of = {"plain": plain, "offsets": for_offsets, "races": drawn}
         return _killed(variant, {stage: cases_of[stage] for stage in task["stages"]}, task["seconds"], tell)
 
     return run
