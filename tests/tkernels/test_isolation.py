@@ -161,9 +161,10 @@ def test_a_copy_of_a_child_says_nothing(run: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("name", DEATHS)
 def test_whatever_ends_a_process_is_told(run: Callable[..., Any], name: str) -> None:
-    ending = run(name, lambda message: None, 0.5)
+    times_out = "timeout" in DEATHS[name]
+    ending = run(name, lambda message: None, 0.5 if times_out else 4.0)  # a busy machine is slow to end a process
     assert ending.death == DEATHS[name]
-    assert ending.timed_out == name.startswith(("hangs", "closes", "ignores", "is impatient"))
+    assert ending.timed_out == times_out
     assert ending.signal == (signal.SIGKILL if name == "is killed" or ending.timed_out else 0)
     assert ending.seconds < 5.0
 

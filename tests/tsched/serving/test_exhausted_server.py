@@ -1,19 +1,21 @@
 """A device with too little memory for a step: its requests end with the reason over HTTP, and the server serves on."""
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
 import torch
 
-from tests.tsched.serving.conftest import RunningServer
+from tests.tsched.serving.conftest import Answer, RunningServer
 from tests.tsched.serving.test_cancels import gated
 from tests.tsched.serving.test_metrics import check_sums, total
 from tests.tsched.serving.test_operations import wait_for
 from tests.tsched.test_exhaustion import ON_GPU
 from tsched.execution.sampler import Sampler
+
+JSON = {"content-type": "application/json"}
 
 
 def test_out_of_memory_ends_the_requests_of_its_step_with_the_reason(
@@ -26,15 +28,23 @@ def test_out_of_memory_ends_the_requests_of_its_step_with_the_reason(
         monkeypatch.undo()
         raise torch.OutOfMemoryError(ON_GPU)
 
+    stats = server.front.client.stats
     with ThreadPoolExecutor(2) as pool, gated(server.front.client._llm._engine) as gate:
-        answers = [pool.submit(server.post, "/v1/completions", body | {"stream": stream}) for stream in (True, False)]
-        wait_for(lambda: server.front.open_door().num_in_flight == 2)
-        while server.front.client.stats().num_running < 2:
+        so_far = stats().num_output_tokens
+        connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("POST", "/v1/completions", json.dumps(body | {"stream": True}), JSON)
+        gate.allow(2)
+        wait_for(lambda: stats().num_output_tokens > so_far)
+        begun = connection.getresponse()  # before the fault: else the stream would not have begun, and be refused
+        refused = pool.submit(server.post, "/v1/completions", body)
+        while stats().num_running < 2:
+            wanted = gate.num_begun
             gate.allow(1)
-            time.sleep(0.002)
+            wait_for(lambda wanted=wanted: gate.num_begun > wanted)  # type: ignore[misc]
         monkeypatch.setattr(Sampler, "sample", exhausted)
         gate.allow(200)
-        streamed, plain = (one.result() for one in answers)
+        streamed, plain = Answer(begun), refused.result()
+        connection.close()
     last = json.loads(streamed.body.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
     for error in (last, plain.error):
         assert error["code"] == "engine_error"
