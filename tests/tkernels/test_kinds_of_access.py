@@ -231,7 +231,7 @@ def test_a_launcher_that_reads_or_writes_on_the_host_is_refused(name: str, ops: 
 
 
 @pytest.mark.parametrize("name", HOST_CLEARS)
-def test_what_a_launcher_does_while_its_programs_are_counted_leaves_the_case_as_it_was(name: str, ops: Registry) -> None:
+def test_what_a_launcher_does_while_programs_are_counted_leaves_the_case_as_it_was(name: str, ops: Registry) -> None:
     found = bad_results(ops, HOST_CLEARS[name].original, name, 2)
     assert found
     assert {result.status for result in found} == {"wrong"}
