@@ -1,5 +1,7 @@
 """Imports run only downward: tkernels <- tmodel <- tsched <- experiments, and from room to room within each.
 
+The tests mirror the floors, and so do their imports.
+
 An import counts wherever it stands, in a function too; one under TYPE_CHECKING, which is for types alone, does not.
 """
 
@@ -75,14 +77,19 @@ ROOMS: dict[str, dict[str, str]] = {
 package down. A module belongs to the longest name that it is under."""
 
 
-def imported(file: Path) -> set[str]:
+def imported_modules(file: Path) -> set[str]:
+    """What a file imports from, wherever in it that stands."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(str(node.module).split(".")[0])
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
     return names
+
+
+def imported(file: Path) -> set[str]:
+    return {name.split(".")[0] for name in imported_modules(file)}
 
 
 @pytest.mark.parametrize("floor", FLOORS)
@@ -92,6 +99,16 @@ def test_imports_run_only_downward(floor: str) -> None:
     assert files
     upward = {str(file): imported(file) & above for file in files}
     assert not {file: names for file, names in upward.items() if names}
+
+
+@pytest.mark.parametrize("floor", ["tkernels"])
+def test_imports_of_the_tests_run_only_downward(floor: str) -> None:
+    """Neither what is above their floor, nor the tests of that."""
+    above = set(FLOORS[FLOORS.index(floor) + 1 :])
+    files = sorted((ROOT / "tests" / floor).rglob("*.py"))
+    assert files
+    used = {str(file): {name.removeprefix("tests.").split(".")[0] for name in imported_modules(file)} for file in files}
+    assert not {file: names & above for file, names in used.items() if names & above}
 
 
 def test_tkernels_needs_only_torch_triton_numpy_nvtx_and_filelock() -> None:

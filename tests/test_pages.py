@@ -84,7 +84,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.experiments.runs.simulated_experiments --count 10000": "minutes, and a figure",
     "python -m tests.experiments.runs.false_alarms": "hours, and a figure; tests/experiments/runs/test_verdicts.py",
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
-    "python -m tests.tkernels.first_failure": "minutes, and a figure; tests/experiments/test_trials.py",
+    "python -m tests.experiments.first_failure": "minutes, and a figure; tests/experiments/test_trials.py",
     "python -m tests.tmodel.fuzz_configs --count 2000": "minutes; tests/tmodel/test_config_bounds.py",
     "python -m tests.tmodel.parity_table": "a minute, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tmodel.parity_table --trained": "trains every preset, and a figure; tests/tmodel/test_parity.py",

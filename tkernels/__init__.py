@@ -3,7 +3,7 @@
 from tkernels import mode as _mode  # first: it decides, before Triton is imported, whether this process interprets
 
 if _mode.MODE == "interpret":
-    from tkernels.interpreter import install as _install
+    from tkernels.interpreter.patches import install as _install
 
     _install()
 

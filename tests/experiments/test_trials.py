@@ -19,11 +19,15 @@ from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.commands.trials import BEGUN, Result, Trial, carry_out
+from tests.experiments.first_failure import make_wrong
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.contract import Axes
+from tkernels.inputs import clone_inputs
 from tkernels.variant import Variant
+from tkernels.verification.calls import call
 from tkernels.verification.check import check_case
+from tkernels.verification.draws import drawn_cases
 
 WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")
 BEGIN = "    tokens, width = out.shape\n"
@@ -204,3 +208,24 @@ def test_nothing_checked_is_status_1_with_the_reason(tmp_path: Path, capsys: pyt
     assert sanitized.exit_code == 1
     last = sanitized.stderr.splitlines()[-1]
     assert last == "exit status 1: nothing was put under a sanitizer: swiglu.torch: it launches no kernel of ours"
+
+
+@pytest.mark.parametrize(
+    ("op", "variant"),
+    [
+        ("kv_scatter", "token_per_program"),
+        ("copy_pages", "page_parts"),
+        ("qk_norm_rope_scatter", "composed"),
+        ("swiglu", "fused"),
+    ],
+)
+def test_the_variant_whose_first_failure_is_timed_is_wrong_in_its_results_and_right_otherwise(
+    op: str, variant: str
+) -> None:
+    wrong = make_wrong(OPS[op].variants[variant])
+    for case, config in drawn_cases(wrong, 3):
+        before = clone_inputs(case.inputs)
+        result = check_case(wrong, case, config)
+        is_empty = not any(tensor.numel() for tensor in call(OPS[op].variants[variant], before, config).values())
+        assert result.status == ("ok" if is_empty else "wrong"), result.reason
+        assert is_empty or all(not verdict.ok for verdict in result.verdicts.values())

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experiments.commands.choices import parse_axes
 from tkernels import OPS, Constraint, ContractError, Tensor
 from tkernels.contract import Value
 from tkernels.dims import Dim
@@ -82,7 +81,6 @@ def test_every_draw_is_within_the_constraints_and_repeats_from_its_seed(op: str)
         axes = contract.draw_axes(chooser(seed))
         contract.check_axes(axes)
         assert axes == contract.draw_axes(chooser(seed))
-        assert parse_axes(contract, ",".join(f"{name}={value}" for name, value in axes.items())) == axes
 
 
 @pytest.mark.parametrize("op", list(OPS))

@@ -1,17 +1,13 @@
 """Drawn cases meet every pair of levels of an op's axes that a variant takes, within a few dozen cases."""
 
-import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from experiments.cli import app
 from tkernels import OPS
 from tkernels.variant import Variant
-from tkernels.verification.check import drawn_results
+from tkernels.verification.check import check_case, drawn_results
 from tkernels.verification.covering import Cover, Pair, pairs_met, pairs_of_draws
 from tkernels.verification.draws import chooser, draw, drawn_cases
 
@@ -97,6 +93,5 @@ def test_a_fault_of_two_options_is_found_within_20_cases(tmp_path: Path) -> None
     (tmp_path / "kv_scatter" / "planted.py").write_text(source.replace(right, wrong))
     planted = OPS.with_variants_from(tmp_path)["kv_scatter"].variants["planted"]
     failure = next(result for result in drawn_results(planted, 20) if result.status != "ok")
-    again = CliRunner().invoke(app, [*shlex.split(failure.replay)[1:], "--json"])
-    (repeated,) = json.loads(again.stdout)
-    assert repeated["failures"][0]["message"] == str(failure)
+    again = check_case(planted, planted.contract.case(failure.axes, failure.seed), failure.config)
+    assert str(again) == str(failure)

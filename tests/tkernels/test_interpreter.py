@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.interpreter import overflow_checks, round_to_bf16, round_to_e4m3
+from tkernels.interpreter.number_formats import round_to_bf16, round_to_e4m3
+from tkernels.interpreter.replaced import overflow_checks
 from tkernels.language import dot
 
 

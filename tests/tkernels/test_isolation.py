@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.experiments.sweep.kill_runs import MARK, left_over
+from tests.tkernels.marked_processes import MARK, left_over
 from tkernels.isolation import Prepare, Server, ServerError, Tell, Work, describe_exit, run_forked
 
 HERE = "tests.tkernels.test_isolation:prepare"

@@ -116,6 +116,13 @@ HOST_WRITES = {
     "transposed_in_place": Planted("rms_norm.row_per_program", ("x.t_()", "x.t_()"), message="t_ writes 'x'"),
 }
 
+# What launchers do to what the op writes, so that nothing is as it was before; done twice it changes nothing more.
+HOST_CLEARS = {
+    "cache_cleared": Planted("kv_scatter.token_per_program", ("k_cache.zero_()",)),
+    "last_page_cleared": Planted("copy_pages.page_parts", ("caches[0][-1:].zero_()",)),
+    "heads_cut_off": Planted("qk_norm_rope.head_tile", ("q.clamp_(-0.5, 0.5)",)),
+}
+
 HOST_READS = {
     "largest_length": Planted("paged_decode.split_kv", ("longest = context_lens.max().item()",)),
     "starts_as_a_list": Planted("paged_prefill.packed_gqa", ("starts = cu_seqlens_q.tolist()",)),
@@ -195,7 +202,7 @@ SILENT = {
 @pytest.fixture(scope="module")
 def ops(tmp_path_factory: pytest.TempPathFactory) -> Registry:
     folder = tmp_path_factory.mktemp("planted")
-    for name, planted in {**STORES, **HOST_WRITES, **HOST_READS, **SILENT}.items():
+    for name, planted in {**STORES, **HOST_WRITES, **HOST_CLEARS, **HOST_READS, **SILENT}.items():
         write_copy(folder, planted.original, name, *planted.changes, first=planted.first)
     return OPS.with_variants_from(folder)
 
@@ -221,6 +228,13 @@ def test_a_launcher_that_reads_or_writes_on_the_host_is_refused(name: str, ops: 
     assert found
     assert (planted.message or "reads a tensor's values on the host") in found[0].reason
     assert f"{name}.py:" in found[0].reason
+
+
+@pytest.mark.parametrize("name", HOST_CLEARS)
+def test_what_a_launcher_does_while_programs_are_counted_leaves_the_case_as_it_was(name: str, ops: Registry) -> None:
+    found = bad_results(ops, HOST_CLEARS[name].original, name, 2)
+    assert found
+    assert {result.status for result in found} == {"wrong"}
 
 
 @pytest.mark.parametrize("name", SILENT)

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.runtime.errors import InterpreterError
 
 from tkernels.inputs import Draws
-from tkernels.interpreter import exact_products
+from tkernels.interpreter.replaced import exact_products
 from tkernels.matrix_units import round_to_tf32, truncate_to_tf32
 
 

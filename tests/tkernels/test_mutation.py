@@ -8,11 +8,14 @@ import pytest
 
 import tkernels
 from tkernels.variant import Variant
-from tkernels.verification.mutation import campaign
+from tkernels.verification.accuracy import LUCK, Verdict
+from tkernels.verification.check import CheckResult
+from tkernels.verification.draws import drawn_cases
+from tkernels.verification.mutation import campaign, worker
 from tkernels.verification.mutation.campaign import compared, joined, outcomes, pieces, sampled, score, trials
 from tkernels.verification.mutation.equivalent import Equivalent
 from tkernels.verification.mutation.faults import KERNEL_KINDS, ORDER_WEAKENED, Mutant, mutants
-from tkernels.verification.mutation.pool import Fate, Pool, task
+from tkernels.verification.mutation.pool import Fate, MutationError, Pool, task
 from tkernels.verification.mutation.ttir import without_order
 
 HELPER = """
@@ -221,3 +224,41 @@ def test_the_order_of_pure_operations_is_no_difference() -> None:
     store = "\ntt.store %arg2, %4 : f32"
     assert without_order(first + store) == without_order(later + store)
     assert without_order(first + store) != without_order(other + store)
+
+
+def result_of(status: str, reason: str = "", *ratios: float) -> CheckResult:
+    verdicts = {"out": Verdict(max(ratios) <= 1, ratios[0], ratios[1])} if ratios else {}
+    return CheckResult("swiglu", "fused", {}, 0, None, status, reason, verdicts)
+
+
+LUCKY = [result_of("ok", "", 0.5, 0.5), result_of("wrong", "", 0.9, 1.2), result_of("wrong", "", LUCK, 0.3)]
+UNLUCKY = [
+    result_of("wrong", "", LUCK + 1, 0.3),
+    result_of("wrong", "", 1.0, LUCK + 1),
+    result_of("wrong", "", float("inf"), 0.5),
+    result_of("wrong", "memory outside what the op writes was changed"),
+    result_of("failed", "AddressError"),
+]
+
+
+@pytest.mark.parametrize("result", [*LUCKY, *UNLUCKY], ids=str)
+def test_an_original_has_mutants_where_all_that_is_against_it_may_be_luck(
+    result: CheckResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One case far beyond the rule is enough, and so is one exception."""
+    variant = tkernels.OPS["swiglu"].variants["fused"]
+    (drawn, *_) = drawn_cases(variant, 1)
+    results = iter([LUCKY[0]] * 3 + [result] + [LUCKY[0]] * 2 + [result])
+    monkeypatch.setattr(worker, "check_case", lambda *_, **__: next(results))
+    monkeypatch.setattr(worker.gc, "freeze", lambda: None)
+    monkeypatch.setattr(worker.resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(worker, "_limited", lambda _: None)
+    assert bool(worker.Cases(tkernels.OPS).warm(variant, [drawn] * worker.WARM_CASES)) == (result in UNLUCKY)
+    answer = worker._killed(variant, {"plain": [drawn]}, 1.0, lambda _: None)
+    pool = Pool()
+    monkeypatch.setattr(pool, "ask", lambda _: answer)
+    if result in UNLUCKY:
+        with pytest.raises(MutationError, match="fails its own check"):
+            pool._is_fair(variant, 0, {}, "plain")
+    else:
+        assert pool._is_fair(variant, 0, {}, "plain") == (result is LUCKY[0])

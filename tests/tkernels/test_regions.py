@@ -1,14 +1,11 @@
 """Every variant is checked, and can be timed, at the sizes that it is for; a fault that begins there is found."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from experiments.cli import app
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.contract import Axes, Int
@@ -208,20 +205,6 @@ def test_a_variant_that_takes_nothing_outside_its_region_is_checked_inside(tmp_p
     assert {case.axes["I"] for case, _ in sanitizer_cases(SANITIZERS["order"], variant)} <= {8193, 8320, 20000}
     assert len(list(sanitizer_cases(SANITIZERS["order"], variant))) == SANITIZERS["order"].draws
     assert ("I", 20000) in sizes_to_reach(variant, CPU)
-    options = ["--op", "swiglu", "--variant", "doubled", "--variants-from", str(folder), "--examples", "2", "--json"]
-    result = CliRunner().invoke(app, ["check", *options])
-    (summary,) = json.loads(result.stdout)
-    assert (result.exit_code, summary["status"], summary["ok"], summary["left_out"]) == (0, "ok", 2, {})
-    assert summary["wide_ok"] >= 2
-
-
-def test_a_variant_that_takes_no_draw_still_gets_its_wide_cases_and_is_told_what_was_left_out(tmp_path: Path) -> None:
-    wide = """supports=lambda axes, device: None if axes["I"] > 2100 else "wide rows only"""
-    folder = write_variant(tmp_path, ('wins="never"', f'wins="never", {wide}"'))
-    result = CliRunner().invoke(app, ["check", "swiglu", "--variant", "doubled", "--variants-from", str(folder)])
-    assert result.exit_code == 0
-    assert "0/0   3/3" in result.output
-    assert "other drawn cases left out: 0 of 200 draws are supported" in result.output
 
 
 @pytest.mark.parametrize(

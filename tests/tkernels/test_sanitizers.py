@@ -115,7 +115,7 @@ def test_what_a_descriptor_reads_is_checked_against_the_tensor_under_it(rows: in
 
 
 def test_a_loop_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tkernels.interpreter.MAX_ACCESSES", 100)
+    monkeypatch.setattr("tkernels.interpreter.accesses.MAX_ACCESSES", 100)
     with pytest.raises(triton.runtime.errors.InterpreterError, match="its loop does not end"):
         sanitizing_door(endless_kernel, (1,), {"out_ptr": torch.zeros(8, dtype=torch.int32), "BLOCK": 8}, Config())
 

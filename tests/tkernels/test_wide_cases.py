@@ -1,15 +1,11 @@
 """Sizes as large as a model's, every architecture's default config, and the corners that no draw reaches."""
 
-import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import tkernels
-from experiments.cli import app
 from tests.conftest import DEVICE
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config
@@ -115,22 +111,6 @@ def test_a_default_that_is_wrong_on_one_architecture_alone_is_found(tmp_path: Pa
     assert [result.status for result in results].count("ok") == 2
 
 
-def test_tk_check_counts_wide_cases_and_its_replay_fails_the_same_way(tmp_path: Path) -> None:
-    changes = [*BY_FACTOR, ('{"": Config()}', '{"": Config(FACTOR=1), "sm_100": Config(FACTOR=2)}')]
-    folder = write_variant(tmp_path, *changes)
-    options = ["--op", "swiglu", "--variant", "doubled", "--variants-from", str(folder), "--examples", "2", "--json"]
-    result = CliRunner().invoke(app, ["check", *options])
-    assert result.exit_code == 1
-    (summary,) = json.loads(result.stdout)
-    assert (summary["status"], summary["examples"], summary["ok"]) == ("wrong", 2, 2)
-    assert (summary["wide"], summary["wide_ok"]) == (3, 2)
-    (failure,) = summary["failures"]
-    again = CliRunner().invoke(app, [*shlex.split(failure["replay"])[1:], "--json"])
-    (repeated,) = json.loads(again.stdout)
-    assert (repeated["status"], repeated["examples"], repeated["wide"]) == ("wrong", 1, 0)
-    assert repeated["failures"][0]["message"] == failure["message"]
-
-
 def test_held_axes_and_a_held_config_are_held() -> None:
     variant = OPS["rms_norm"].variants["rows_per_program"]
     pinned = variant.default_config("sm_90")
@@ -142,15 +122,6 @@ def test_held_axes_and_a_held_config_are_held() -> None:
     held = [case.axes["values"] for case, _ in wide_cases(decode, fixed={"values": "tiny"})]
     assert held == ["tiny"] * len(held)
     assert 2 <= len(held) < len(list(wide_cases(decode)))
-
-
-def test_a_variant_that_supports_no_wide_case_is_checked_on_the_others(tmp_path: Path) -> None:
-    narrow = "supports=lambda axes, device: 'narrow rows only' if axes['I'] > 300 else None"
-    folder = write_variant(tmp_path, ('wins="never"', f'wins="never", {narrow}'))
-    result = CliRunner().invoke(app, ["check", "swiglu", "--variant", "doubled", "--variants-from", str(folder)])
-    assert result.exit_code == 0, result.output
-    assert "20/20" in result.output
-    assert "0/0" in result.output
 
 
 def test_a_fault_that_only_a_corner_shows_is_a_killed_mutant() -> None:

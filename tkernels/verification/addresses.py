@@ -14,7 +14,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels.config import Config
 from tkernels.errors import TKernelsError
-from tkernels.interpreter import overflow_checks, watch_accesses
+from tkernels.interpreter.accesses import watch_accesses
+from tkernels.interpreter.replaced import overflow_checks
 from tkernels.launch import Door, jit_door
 from tkernels.mode import MODE
 from tkernels.names import suggest_name

@@ -17,7 +17,7 @@ from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
-from tkernels.verification.accuracy import Verdict, judge
+from tkernels.verification.accuracy import LUCK, Verdict, judge
 from tkernels.verification.calls import NotZeroError, call, same_bits, wanted_outputs
 from tkernels.verification.draws import drawn_cases, wide_cases
 from tkernels.verification.kernel_errors import describe_error
@@ -55,6 +55,12 @@ class CheckResult:
     def rms_ratio(self) -> float | None:
         ratios = [v.rms_ratio for v in self.verdicts.values() if v.rms_ratio is not None]
         return max(ratios, default=None)
+
+    @property
+    def may_be_luck(self) -> bool:
+        """Whether it is wrong by the error rule alone, and by a little: see `LUCK`."""
+        misses = [ratio for ratio in (self.max_ratio, self.rms_ratio) if ratio is not None]
+        return self.status == "wrong" and not self.reason and max(misses, default=math.inf) <= LUCK
 
     @property
     def replay(self) -> str:

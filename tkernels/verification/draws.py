@@ -10,7 +10,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Int, Value
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import tensors_in
+from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.tuning import candidates
 from tkernels.variant import Variant
 from tkernels.verification.calls import call
@@ -19,14 +19,16 @@ from tkernels.verification.size_limits import draw_inside, far_sizes, sizes_to_r
 
 
 def count_programs(variant: Variant, case: Case, config: Config) -> int:
-    """How many programs a case would launch, without running any: the launcher sees a door that only counts."""
+    """How many programs a case would launch, without running any: the launcher sees a door that only counts. It works
+    on copies, for what it does to its tensors itself is done.
+    """
     total = 0
 
     def counting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
         nonlocal total
         total += math.prod(grid)
 
-    call(variant, case.inputs, config, door=counting_door)
+    call(variant, clone_inputs(case.inputs), config, door=counting_door)
     return total
 
 

@@ -18,7 +18,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import INTERPRETER
 from tkernels.inputs import map_tensors, tensors_in
-from tkernels.interpreter import overflow_checks
+from tkernels.interpreter.replaced import overflow_checks
 from tkernels.launch import Kernel, Run, jit_door
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant

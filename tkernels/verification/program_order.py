@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
-from tkernels.interpreter import replaced_methods
+from tkernels.interpreter.replaced import replaced_methods
 
 
 def programs_of(grid: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -24,7 +24,8 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.errors import TKernelsError
 from tkernels.inputs import clone_inputs, roughen_floats
-from tkernels.interpreter import element_bytes, replaced_methods
+from tkernels.interpreter.accesses import element_bytes
+from tkernels.interpreter.replaced import replaced_methods
 from tkernels.launch import Door
 from tkernels.variant import Variant
 from tkernels.verification.addresses import place_of, sanitizing_door

@@ -13,7 +13,7 @@ from tkernels.config import Config
 from tkernels.contract import Contract
 from tkernels.errors import TKernelsError
 from tkernels.inputs import tensors_in
-from tkernels.interpreter import Access, watch_stores
+from tkernels.interpreter.accesses import Access, watch_stores
 from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.verification.addresses import Extent

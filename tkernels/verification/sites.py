@@ -21,7 +21,7 @@ from tkernels.variant import Variant
 Site = tuple[str, ...]
 """A place in the source, as "file:line in function": its own line first, then each caller's."""
 
-FOREIGN = (*(f"{Path(one).parent}{os.sep}" for one in (triton.__file__, __file__)), interpreter.__file__)
+FOREIGN = tuple(f"{Path(str(file)).parent}{os.sep}" for file in (triton.__file__, interpreter.__file__, __file__))
 HOST = (*FOREIGN, f"{Path(torch.__file__).parent}{os.sep}")
 LAUNCH = triton_interpreter.GridExecutor.__call__.__code__
 LAUNCHER = Variant.run_launcher.__code__

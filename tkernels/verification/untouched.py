@@ -12,7 +12,8 @@ import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.inputs import tensors_in
-from tkernels.interpreter import Access, replaced_methods, watch_accesses
+from tkernels.interpreter.accesses import Access, watch_accesses
+from tkernels.interpreter.replaced import replaced_methods
 
 _COPIED = 2**24
 """Bytes of a storage from which on the interpreter is not given the storage itself."""

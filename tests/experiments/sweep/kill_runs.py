@@ -20,37 +20,11 @@ from typing import Any
 import yaml
 
 from experiments.runs.rows import Row, describe_columns
-
-MARK = "TKERNELS_TEST_RUN"
-"""In the environment of what a test starts, and of whatever that starts."""
+from tests.tkernels.marked_processes import left_over, marked
 
 _TIMES = ("us", "s", "tokens/s")
 _RATIOS_OF_TIMES = frozenset({"roofline_fraction", "roofline_reason", "speedup", "speedup_iqr", "speedups", "share"})
 _OF_THE_MACHINE = {"host_peak_bytes", "device_peak_bytes", "load_before", "load_after"}
-
-
-def marked(mark: str) -> dict[str, str]:
-    """An environment by which processes are found again."""
-    return {**os.environ, MARK: mark}
-
-
-def left_over(mark: str, seconds: float) -> list[str]:
-    """The command lines of processes with this mark that are still there, some seconds having been waited for."""
-    deadline = time.monotonic() + seconds
-    while (found := _with(mark)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
-def _with(mark: str) -> list[str]:
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has just ended
-    return found
 
 
 def untimed_columns() -> frozenset[str]:

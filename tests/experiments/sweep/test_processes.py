@@ -22,7 +22,7 @@ from experiments.sweep.local import Local
 from experiments.sweep.runner import run_experiment
 from experiments.sweep.tasks import Ended, OnDoing
 from tests.experiments.conftest import Write
-from tests.experiments.sweep.kill_runs import MARK, left_over, marked
+from tests.tkernels.marked_processes import MARK, left_over, marked
 from tests.tkernels.outside import write_variant
 
 BEFORE = "    tokens, width = out.shape\n"

@@ -141,7 +141,7 @@ BUGS = (
         kind="empty part",
         base=_STAGES,
         changes=(('m = tl.full((), float("-inf"), tl.float32)', "m = tl.full((), -5e4, tl.float32)"),),
-        finder="wide",
+        finder="check",
     ),
     Bug(
         link="https://github.com/flashinfer-ai/flashinfer/issues/4051",
@@ -156,7 +156,7 @@ BUGS = (
             ),
             ("total = tl.where(length > 0, total, 1.0)", "total = total"),
         ),
-        finder="wide",
+        finder="check",
     ),
     Bug(
         link="https://github.com/vllm-project/vllm/pull/49294",

@@ -20,10 +20,22 @@ from tkernels.verification.sanitizers.suite import SANITIZERS
 CORRECT = Path(__file__).parent / "correct"
 """A folder of variants (and ops) as an outsider has it: each must pass every check."""
 
-_SHORT = {"flash-linear-attention": "fla", "flash-attention": "flash_attn", "Liger-Kernel": "liger"}
+_PROJECTS = {
+    "flash-attention": ("flash_attn", "FlashAttention"),
+    "flash-linear-attention": ("fla", "flash-linear-attention"),
+    "flashinfer": ("flashinfer", "FlashInfer"),
+    "GPTQModel": ("gptqmodel", "GPTQModel"),
+    "sglang": ("sglang", "SGLang"),
+    "triton": ("triton", "Triton"),
+    "vllm": ("vllm", "vLLM"),
+}
+"""Repository -> the project in the names of its bugs, and as it writes itself."""
 
 FINDERS = ("check", "wide", *SANITIZERS)
 """The doors of a user in the order of a day's work: `tk check`, its wide cases, then `--sanitize all`."""
+
+
+NOT_FOUND = "not found"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +49,8 @@ class Bug:
         kind: What class of bug it is.
         base: "op/variant" of the correct one.
         changes: (text of it, text in its place), each once.
-        finder: The check that finds it first; "" for none.
+        finder: Which of FINDERS finds it first; "" for none. Of this the pages tell, and a slow test and the command
+            `tests.tkernels.bugs.table` measure it.
     """
 
     link: str
@@ -50,11 +63,12 @@ class Bug:
 
     @property
     def project(self) -> str:
-        """ "vllm": the repository's name without its owner, as short as people call it."""
-        name = self.link.split("/")[4]
-        return {"flash-linear-attention": "fla", "flash-attention": "flash_attn", "Liger-Kernel": "liger"}.get(
-            name, name
-        )
+        """ "vLLM", as the project writes itself."""
+        return _PROJECTS[self._repository][1]
+
+    @property
+    def _repository(self) -> str:
+        return self.link.split("/")[4]
 
     @property
     def number(self) -> int:
@@ -63,7 +77,11 @@ class Bug:
     @property
     def name(self) -> str:
         """ "vllm_12345", its variant's name and its test's."""
-        return f"{self.project}_{self.number}".lower()
+        return f"{_PROJECTS[self._repository][0]}_{self.number}"
+
+    @property
+    def found_by(self) -> str:
+        return self.finder or NOT_FOUND
 
     @property
     def op(self) -> str:
@@ -109,6 +127,10 @@ class Found:
     message: str
     cases: int
     seconds: float
+
+    @property
+    def found_by(self) -> str:
+        return self.finder or NOT_FOUND
 
 
 def faults(variant: Variant, finder: str) -> Iterator[str | None]:

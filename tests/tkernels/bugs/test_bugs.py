@@ -1,17 +1,23 @@
 """Bugs that happened in public projects are found by the doors of a user, and their correct twins pass all of them."""
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.tkernels.bugs.bug import FINDERS, correct_variants, first_fault
-from tests.tkernels.bugs.catalogue import BUGS
+from tests.tkernels.bugs import table
+from tests.tkernels.bugs.bug import FINDERS, NOT_FOUND, correct_variants, first_fault
+from tests.tkernels.bugs.catalogue import BUGS, count_sentence, counts_of_bugs, found_sentence, list_of_bugs
 
 LATE = ("vllm_18100", "vllm_23424")
 """Found, but only by the draw that has so many query heads for each KV head: five CPU seconds each."""
 
 FOUND = [name for name, bug in BUGS.items() if bug.finder]
+NOT_AT_ONCE = [name for name, bug in BUGS.items() if bug.finder != FINDERS[0]]
+"""Of the others the fast test shows all that the slow one would."""
+
 TWINS = sorted({bug.base for bug in BUGS.values()})
 
 
@@ -21,6 +27,14 @@ def test_a_bug_that_happened_is_found(name: str, tmp_path: Path) -> None:
     assert first_fault(bug.variant(tmp_path), (bug.finder,)).finder == bug.finder, f"{bug.happened} {bug.link}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NOT_AT_ONCE)
+def test_nothing_finds_a_bug_before_what_its_record_names(name: str, tmp_path: Path) -> None:
+    bug = BUGS[name]
+    found = first_fault(bug.variant(tmp_path))
+    assert found.finder == bug.finder, found.message
+
+
 def test_nearly_all_are_found_and_each_is_an_issue_of_its_own() -> None:
     links = [bug.link for bug in BUGS.values()]
     assert len(set(links)) == len(links)
@@ -28,14 +42,35 @@ def test_nearly_all_are_found_and_each_is_an_issue_of_its_own() -> None:
     assert len(FOUND) >= 0.95 * len(BUGS)
 
 
-def test_the_pages_tell_of_every_bug_and_of_what_escapes() -> None:
-    root = Path(__file__).parents[3]
-    page = (root / "docs" / "how-we-know.md").read_text(encoding="utf-8")
-    rows = {bug.name: f"]({bug.link}) | {bug.happened} | {bug.finder or 'not found'} |" for bug in BUGS.values()}
-    assert [name for name, row in rows.items() if row not in page] == []
-    races = sum(bug.is_race for bug in BUGS.values())
-    assert f"Of {len(BUGS)} bugs, {races} of them races, {len(FOUND)} are found" in page
-    assert f"{len(FOUND)} of {len(BUGS)} are found" in (root / "README.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("page", "sentence", "table"),
+    [
+        ("docs/how-we-know.md", found_sentence(), list_of_bugs()),
+        ("README.md", count_sentence(), counts_of_bugs()),
+    ],
+    ids=["how-we-know", "README"],
+)
+def test_the_pages_tables_are_what_the_records_say(page: str, sentence: str, table: list[str]) -> None:
+    text = (Path(__file__).parents[3] / page).read_text(encoding="utf-8")
+    assert text.count(sentence) == 1, sentence
+    after = text.split(sentence)[1].splitlines()
+    begin = next(number for number, line in enumerate(after) if line.startswith("|"))
+    end = next(number for number, line in enumerate(after) if number > begin and not line.startswith("|"))
+    assert after[begin:end] == table
+
+
+@pytest.mark.parametrize("recorded", ["check", "wide", ""])
+def test_the_command_says_where_another_finder_is_measured_than_recorded(
+    recorded: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bug = BUGS["vllm_42684"]
+    monkeypatch.setattr(table, "BUGS", {bug.name: replace(bug, finder=recorded)})
+    monkeypatch.setattr(sys, "argv", ["table"])
+    status = table.main()
+    printed = capsys.readouterr()
+    assert re.search(r"^vllm_42684 +strides +swiglu +check +\d", printed.out, flags=re.MULTILINE)
+    said = f"vllm_42684: found by check, and its record says {recorded or NOT_FOUND}\n"
+    assert (status, printed.err) == ((0, "") if recorded == "check" else (1, said))
 
 
 @pytest.mark.parametrize("base", sorted({bug.base for bug in BUGS.values() if bug.is_race}))

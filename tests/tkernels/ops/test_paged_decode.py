@@ -12,7 +12,7 @@ from triton.runtime.interpreter import interpreter_builder
 from tkernels import OPS, Config, ContractError
 from tkernels.contract import Axes, Case
 from tkernels.inputs import Draws
-from tkernels.interpreter import replaced_methods
+from tkernels.interpreter.replaced import replaced_methods
 from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_cache import gather_context, paged_inputs
 from tkernels.ops.paged_decode.contract import CONTRACT, reference

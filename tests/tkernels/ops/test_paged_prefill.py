@@ -11,7 +11,7 @@ from tkernels import OPS, ContractError, UnsupportedError
 from tkernels.contract import Axes, Case
 from tkernels.device import TARGETS
 from tkernels.inputs import Draws, poison
-from tkernels.interpreter import watch_accesses
+from tkernels.interpreter.accesses import watch_accesses
 from tkernels.launch import Kernel, jit_door
 from tkernels.ops.paged_cache import paged_inputs
 from tkernels.ops.paged_prefill.contract import CONTRACT, reference

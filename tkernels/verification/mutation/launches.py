@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tkernels.config import Config
 from tkernels.contract import Axes, Case
 from tkernels.device import INTERPRETER, device_facts
-from tkernels.inputs import tensors_in
+from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.variant import Variant
 from tkernels.verification.calls import bits, call
 from tkernels.verification.sanitizers.base import sanitized, unfit_reason
@@ -66,7 +66,8 @@ def described_launches(variant: Variant, case: Case, config: Config, programs: l
     Args:
         programs: Where the number of each launch's programs goes.
     """
-    origins = {tensor.untyped_storage().data_ptr(): f"input {n}" for n, tensor in enumerate(tensors_in(case.inputs))}
+    inputs = clone_inputs(case.inputs)  # what a launcher does to its tensors itself is done, whatever the door does
+    origins = {tensor.untyped_storage().data_ptr(): f"input {n}" for n, tensor in enumerate(tensors_in(inputs))}
     kept: list[torch.Tensor] = []
     found: list[str] = []
 
@@ -84,7 +85,7 @@ def described_launches(variant: Variant, case: Case, config: Config, programs: l
     try:
         axes, device = case.contract.bind_axes(case.contract.bind_arguments((), case.inputs))
         found.append(str(variant.workspace(axes, config, device_facts(device))))
-        call(variant, case.inputs, config, door=door, place=keep)
+        call(variant, inputs, config, door=door, place=keep)
     except Exception as error:
         found.append(f"{type(error).__name__}: {error}")
     return "\n".join(found)

@@ -139,13 +139,13 @@ class Cases:
 
     def warm(self, variant: Variant, drawn: Sequence[Drawn]) -> str:
         """Runs the original once, so that a fork need not: Triton's own functions are rewritten for the interpreter
-        when they are first called, which takes 0.4 s. Returns what is wrong with it, "" where nothing is.
+        when they are first called, which takes 0.4 s. Returns what is wrong with it and no luck, "" where nothing is.
         """
         name = (variant.contract.name, variant.name)
         if name not in self._warm:
             results = [check_case(variant, case, config) for case, config in drawn[:WARM_CASES]]
-            wrong = [str(result) for result in results if result.status != "ok"]
-            self._warm[name] = wrong[0] if len(wrong) > 1 else ""  # one may be the error rule's bad luck
+            wrong = (str(result) for result in results if result.status != "ok" and not result.may_be_luck)
+            self._warm[name] = next(wrong, "")
             gc.freeze()  # else every fork would write to, and so copy, all objects at its first collection
         return self._warm[name]
 
@@ -175,7 +175,7 @@ def _killed(variant: Variant, stages: Mapping[str, Sequence[Drawn]], seconds: fl
                 result = check_case(variant, case, config, offsets=False)
                 if result.status != "ok":
                     verdict = "value" if result.status == "wrong" else "crash"
-                    return {"verdict": verdict, "reason": result.reason or _RULE}
+                    return {"verdict": verdict, "reason": result.reason or _RULE, "luck": result.may_be_luck}
             else:
                 try:
                     (check_offsets if stage == "offsets" else check_races)(variant, case, config)

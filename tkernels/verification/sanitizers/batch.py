@@ -20,7 +20,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, roughen_floats, tensors_in
-from tkernels.interpreter import exact_products
+from tkernels.interpreter.replaced import exact_products
 from tkernels.mode import MODE
 from tkernels.tuning import bucket
 from tkernels.variant import Variant

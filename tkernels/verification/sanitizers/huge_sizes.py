@@ -28,7 +28,7 @@ from tkernels.device import INTERPRETER
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
 from tkernels.inputs import map_tensors
-from tkernels.interpreter import overflow_checks, replaced_methods
+from tkernels.interpreter.replaced import overflow_checks, replaced_methods
 from tkernels.launch import Run, jit_door
 from tkernels.variant import Variant
 from tkernels.verification.kernel_errors import describe_error

@@ -16,7 +16,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.errors import TKernelsError
 from tkernels.inputs import clone_inputs, roughen_floats
-from tkernels.interpreter import replaced_methods
+from tkernels.interpreter.replaced import replaced_methods
 from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.variant import Variant

@@ -16,7 +16,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.inputs import clone_inputs, poison, replace_poison, tensors_in, whole_storage
-from tkernels.interpreter import watch_accesses
+from tkernels.interpreter.accesses import watch_accesses
 from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.variant import Variant

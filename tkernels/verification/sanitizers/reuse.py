@@ -14,14 +14,13 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.inputs import clone_inputs, poison, tensors_in
 from tkernels.variant import Variant
+from tkernels.verification.accuracy import LUCK
 from tkernels.verification.calls import Place, bits, call, first_difference
 from tkernels.verification.check import judge_results
 from tkernels.verification.sanitizers.base import Sanitizer
 
 _TRIES = 20
 _APART = 7919
-_SLACK = 8.0
-"""Of the error rule, which one right case in hundreds misses by a little: what another call left is off by far."""
 
 
 def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
@@ -51,7 +50,7 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
 def _fault(variant: Variant, inputs: Mapping[str, Any], results: Mapping[str, torch.Tensor]) -> str | None:
     arguments = variant.contract.bind_arguments((), inputs)
     axes, _ = variant.contract.bind_axes(arguments)
-    verdicts, reason = judge_results(variant, arguments, axes, results, _SLACK)
+    verdicts, reason = judge_results(variant, arguments, axes, results, LUCK)
     return reason or next((f"{name}: {verdict.reason}" for name, verdict in verdicts.items() if not verdict.ok), None)
 
 

@@ -1,0 +1,1 @@
+"""What Triton's interpreter needs to be truthful, and to be watched."""
