@@ -34,6 +34,7 @@ def test_mutants_of_one_op_as_json() -> None:
     assert {row["part"] for row in document["rows"]} == {"kernel", "launcher"}
 
 
+@pytest.mark.slow
 def test_a_survivor_is_shown_with_its_diff(tmp_path: Path) -> None:
     # The sum of FACTOR is 1: a factor that no check can see the loss of.
     needless = ("up * FACTOR", "up * FACTOR * tl.where(mask, 1.0, 5.0)")

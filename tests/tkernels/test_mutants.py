@@ -41,6 +41,7 @@ def test_the_original_survives(variant: tkernels.Variant, pool: Pool) -> None:
     assert answer["verdict"] == "survived", answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_dropping_any_mask_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, [trial for trial in of(op, "mask_dropped") if "mask=" in trial.mutant.before])
@@ -66,6 +67,7 @@ def test_any_lost_scale_or_zero_point_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, of(op, "scale_dropped", "zero_point_dropped"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_any_lost_64_bit_offset_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, [trial for trial in of(op, "cast_removed") if "int64" in trial.mutant.before])
