@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tkernels.contract import ContractError
-from tkernels.declaration import find_faults
+from tkernels.declaration import Fault, find_faults
 from tkernels.folders import op_folders
 from tkernels.isolation import Prepare, Server, Tell, Work
 from tkernels.mode import MODE
+from tkernels.recorded_faults import recorded_faults
 from tkernels.registry import builtin_ops
 from tkernels.trial_launch import find_launch_faults
 from tkernels.variant import VariantError
@@ -143,17 +144,21 @@ def _join(folder: Path, file: Path, others: Mapping[Path, str], enter: Enter) ->
     Raises:
         VariantError: It breaks rules of its declaration, or of how it launches its kernels: all of them, by line.
     """
-    try:
-        ops = builtin_ops().with_variants_from(folder, others)
-    except VariantError as error:
-        if error.declared is None:
-            raise
+    with recorded_faults(file) as faults:
+        try:
+            ops = builtin_ops().with_variants_from(folder, others)
+        except (VariantError, ContractError) as error:
+            variant = error.declared if isinstance(error, VariantError) else None
+            if variant is None:
+                raise VariantError("\n".join([*_say(faults, file), str(error)])) from None
+        else:
+            variant = ops[file.parent.name].variants[file.stem] if file.name != "contract.py" else None
+    if variant is not None:
         enter(_TRIAL)
-        faults = [*find_faults(error.declared), *find_launch_faults(error.declared)]
-        faults.sort(key=lambda fault: fault.line or 0)
-        raise VariantError("\n".join(fault.at(file) for fault in faults)) from None
-    if file.name == "contract.py":
-        return
-    enter(_TRIAL)
-    if faults := find_launch_faults(ops[file.parent.name].variants[file.stem]):
-        raise VariantError("\n".join(fault.at(file) for fault in faults))
+        faults += [*find_faults(variant), *find_launch_faults(variant)]
+    if faults:
+        raise VariantError("\n".join(_say(faults, file)))
+
+
+def _say(faults: Sequence[Fault], file: Path) -> list[str]:
+    return [fault.at(file) for fault in sorted(dict.fromkeys(faults), key=lambda fault: fault.line or 0)]
