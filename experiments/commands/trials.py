@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from experiments.commands.output import name_some, progress_bar
 from experiments.exits import interrupted_by_signals
 from tkernels.config import Config
 from tkernels.contract import Case, ContractError
-from tkernels.isolation import Tell, run_forked
+from tkernels.isolation import Tell, free_memory, run_forked
 from tkernels.mode import MODE
 from tkernels.verification.check import outside_folder
 
@@ -171,7 +170,7 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
                 tell.within(result.seconds)
             tell(asdict(result))
 
-    ending = run_forked(work, lambda message: take(Result(**message)), seconds, _free_memory() / 2)
+    ending = run_forked(work, lambda message: take(Result(**message)), seconds, free_memory() / 2)
     if ending.printed:
         print(ending.printed.rstrip(), file=sys.stderr, flush=True)
     if ending.death is not None:
@@ -179,12 +178,6 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
         replay = f"\n  replay: {begun.replay}" if begun.replay else ""
         record.died = begun.part
         take(replace(begun, status="failed", reason=ending.death, message=f"{begun.message}: {ending.death}{replay}"))
-
-
-def _free_memory() -> int:
-    """Bytes of this machine that a process could still take."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def words_of_interruption(records: Sequence[Record]) -> str:

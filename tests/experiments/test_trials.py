@@ -72,7 +72,7 @@ def test_a_variant_that_ends_its_process_fails_alone(
     if "timeout" in fault:
         monkeypatch.setattr(check_command, "_SECONDS", 8.0)
     held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    monkeypatch.setattr(trials, "_free_memory", lambda: 2 * (held + 2**30))
+    monkeypatch.setattr(trials, "free_memory", lambda: 2 * (held + 2**30))
     variants = write_two(tmp_path, IMPORTS, (place, f"{place}    {line}\n"))
     status, (bad, good), err = check(variants, capsys, POINT)
     assert status == 1
