@@ -15,7 +15,7 @@ import torch
 
 from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import name_some, progress_bar
-from experiments.exits import interrupted_by_signals
+from experiments.exits import Signals
 from tkernels.config import Config
 from tkernels.contract import Case, ContractError
 from tkernels.isolation import Tell, free_memory, run_forked
@@ -123,33 +123,42 @@ def smallest_first(cases: Iterable[Drawn]) -> tuple[list[Drawn], str]:
     return sorted(drawn, key=lambda one: case_size(one[0].axes)), problem
 
 
-def carry_out(what: str, trials: Sequence[Trial], seconds: float) -> tuple[list[Record], bool]:
+def carry_out(what: str, make_trials: Callable[[], Sequence[Trial]], seconds: float, signals: Signals) -> list[Record]:
     """Runs trials, one after the other, and says each failure on stderr when it comes.
 
     Args:
         what: Their name beside the bar.
+        make_trials: Gathers them.
         seconds: That an outside variant may take before its first case.
+        signals: What has come to them cuts the trials off. It is held at the end, while the caller says what was found.
 
     Returns:
-        A record of each trial, and whether Ctrl-C, SIGTERM or SIGHUP cut them off.
+        A record of each trial; none where they were cut off before they were gathered.
     """
-    records = [Record(trial) for trial in trials]
-    counts = [trial.planned for trial in trials]
+    records: list[Record] = []
     try:
-        with interrupted_by_signals(), progress_bar(what, sum(counts)) as update:
-            for record, done in zip(records, accumulate(counts, initial=0), strict=False):
-                update(completed=done, doing=record.title)
-                record.is_reached = True
-                take = partial(_take, record, partial(update, advance=1))
-                if outside_folder(record.trial.subject.variant) is not None and MODE == "interpret":
-                    _run_apart(record, take, seconds)
-                else:
-                    for result in record.trial.cases():
-                        take(result)
-                record.is_whole = True
+        records += map(Record, make_trials())
+        _run_all(what, records, seconds)
+        signals.hold()
     except KeyboardInterrupt:
-        return records, True
-    return records, False
+        signals.hold()
+        signals.came = True
+    return records
+
+
+def _run_all(what: str, records: Sequence[Record], seconds: float) -> None:
+    counts = [record.trial.planned for record in records]
+    with progress_bar(what, sum(counts)) as update:
+        for record, done in zip(records, accumulate(counts, initial=0), strict=False):
+            update(completed=done, doing=record.title)
+            record.is_reached = True
+            take = partial(_take, record, partial(update, advance=1))
+            if outside_folder(record.trial.subject.variant) is not None and MODE == "interpret":
+                _run_apart(record, take, seconds)
+            else:
+                for result in record.trial.cases():
+                    take(result)
+            record.is_whole = True
 
 
 def _take(record: Record, advance: Callable[[], None], result: Result) -> None:
@@ -182,6 +191,8 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
 
 def words_of_interruption(records: Sequence[Record]) -> str:
     """What signals left undone."""
+    if not records:
+        return "interrupted while variants were gathered: none was reached"
     done = sum(record.is_whole for record in records)
     partly = [record.title for record in records if record.is_reached and not record.is_whole]
     left = [record.title for record in records if not record.is_reached]

@@ -19,6 +19,7 @@ from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.commands.trials import BEGUN, Result, Trial, carry_out
+from experiments.exits import Signals
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.contract import Axes
@@ -44,7 +45,7 @@ def check(variants: list[Variant], capsys: pytest.CaptureFixture[str], axes: Axe
     """(status, a summary of each variant, stderr) of `tk check --json`."""
     request = CheckRequest(as_json=True, **asked)
     subjects = [Subject(variant, axes, None) for variant in variants]
-    status = check_command._run(request, [check_command.make_trial(request, subject) for subject in subjects])
+    status = check_command._run(request, lambda: [check_command.make_trial(request, subject) for subject in subjects])
     out, err = capsys.readouterr()
     return status, json.loads(out), err
 
@@ -129,7 +130,8 @@ def test_a_failure_is_said_before_the_next_case_begins(capsys: pytest.CaptureFix
             yield Result("drawn", "wrong", "off", f"case {number} is wrong\n  replay: tk check {number}")
             said.append(capsys.readouterr().err)
 
-    carry_out("check", [Trial(Subject(OPS["swiglu"].variants["torch"], {}, None), "drawn", 2, cases)], 1.0)
+    trial = Trial(Subject(OPS["swiglu"].variants["torch"], {}, None), "drawn", 2, cases)
+    carry_out("check", lambda: [trial], 1.0, Signals())
     assert ["case 0 is wrong\n  replay: tk check 0" in said[0], "case 1 is wrong" in said[1]] == [True, True]
 
 
