@@ -11,6 +11,7 @@ import typer
 
 from experiments.commands import requests
 from experiments.exits import Signals, end, ended_by_signals, import_torch
+from experiments.json_alone import json_alone
 from experiments.option_flags import OptionFlags
 from experiments.sampling import SamplingFlags
 
@@ -47,7 +48,7 @@ def add_command(
             if needs_torch:
                 import_torch()
             module = import_module(f"experiments.commands.{name.replace('-', '_')}")
-        with nullcontext() if takes_signals else Signals():
+        with nullcontext() if takes_signals else Signals(), json_alone() if _is_json(asked) else nullcontext():
             status: int = module.run(asked)
         return status
 
@@ -59,6 +60,10 @@ def add_command(
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = request.__doc__
     app.command(name)(command)
+
+
+def _is_json(asked: Any) -> bool:
+    return getattr(asked, "as_json", False)
 
 
 def find_derived_flags(request: type[Any]) -> dict[str, OptionFlags | SamplingFlags]:

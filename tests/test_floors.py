@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "errors cores mode device names files matrix_units interpreter",
+        "process": "errors cores silence mode device names files matrix_units interpreter",
         "contract": "config dims overlap inputs batching contract folders source_hash workspace declaration variant",
         "launch": "ranges runtime spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
@@ -53,7 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits option_flags progress sampling",
+        "document": "__init__ document exits json_alone option_flags progress sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

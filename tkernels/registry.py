@@ -16,6 +16,7 @@ from tkernels.contract import Contract
 from tkernels.folders import BUILT_IN, OpFolder, fault_of_name, op_folders, why_unreadable
 from tkernels.launch import call_variant
 from tkernels.names import Names, unknown_name
+from tkernels.silence import silenced
 from tkernels.variant import Op, Variant, VariantError
 
 T = TypeVar("T")
@@ -170,8 +171,9 @@ def registry_of(outside: Mapping[str, Any]) -> Registry:
     """The registry that a `Registry.outside` tells of."""
     broken = {Path(file): reason for file, reason in outside["broken"].items()}
     ops = builtin_ops()
-    for folder in outside["folders"]:
-        ops = ops.with_variants_from(folder, broken)
+    with silenced():  # what these files print was heard where they were tried
+        for folder in outside["folders"]:
+            ops = ops.with_variants_from(folder, broken)
     return ops
 
 

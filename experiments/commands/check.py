@@ -33,6 +33,7 @@ from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import make_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels.device import first_device
+from tkernels.silence import silenced
 from tkernels.variant import Variant
 from tkernels.verification.check import CheckResult, check_case, outside_folder, replay_captured, replay_command
 from tkernels.verification.draws import EXAMPLES, count_wide_cases, drawn_cases, wide_cases
@@ -59,7 +60,9 @@ def _choose(request: CheckRequest) -> list[Subject]:
 def _gather(request: CheckRequest) -> list[Trial]:
     if request.call is not None:
         return _replay_trials(request, request.call)
-    return [make_trial(request, subject) for subject in _choose(request)]
+    subjects = _choose(request)
+    with silenced():  # an outside variant's `supports` is asked
+        return [make_trial(request, subject) for subject in subjects]
 
 
 def _run(request: CheckRequest, gather: Callable[[], Sequence[Trial]]) -> int:

@@ -18,6 +18,7 @@ from experiments.commands.output import print_json
 from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import make_table
 from tkernels.device import device_facts, first_device
+from tkernels.silence import silenced
 
 
 def run(request: OpsRequest) -> int:
@@ -29,7 +30,7 @@ def run(request: OpsRequest) -> int:
     device, ops = first_device(), open_registry(request.variants_from)
     if request.op is not None:
         op = find_op(ops, request.op)
-        with one_thread():
+        with one_thread(), silenced():
             page = describe_op(op, device, request.variants_from)
         page["variants"] += [_describe_broken(*one) for one in ops.broken.items() if one[0].parent.name == op.name]
         if request.as_json:
@@ -38,7 +39,7 @@ def run(request: OpsRequest) -> int:
             print_page(Console(), page)
         return 0
     rows = []
-    with one_thread():
+    with one_thread(), silenced():
         for op in ops.values():
             drawn = cache(partial(DrawnAxes, op.contract))
             rows += [describe(variant, device, drawn) for variant in op.variants.values()]

@@ -30,6 +30,7 @@ from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import group_by, make_table, status_text
 from tkernels import UnknownNameError
 from tkernels.device import device_facts, first_device
+from tkernels.silence import silenced
 from tkernels.verification.check import outside_folder, replay_command
 from tkernels.verification.sanitizers.base import (
     Sanitizer,
@@ -51,7 +52,9 @@ def run(request: CheckRequest, choose: Callable[[], Sequence[Subject]], names: s
     sanitizers = _named_sanitizers(names)
 
     def gather() -> list[Trial]:
-        return [_make_trial(request, subject, sanitizers) for subject in choose()]
+        subjects = choose()
+        with silenced():  # an outside variant's `supports` is asked
+            return [_make_trial(request, subject, sanitizers) for subject in subjects]
 
     with Signals() as signals:
         records = carry_out("sanitize", gather, SECONDS, signals)

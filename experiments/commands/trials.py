@@ -27,6 +27,9 @@ Drawn = tuple[Case, Config | None]
 MOST_FAILURES = 3
 """Of one variant, or of one under one sanitizer: what they have in common shows in the first few."""
 
+_SHOWN_LINES, _SHOWN_WIDTH = 20, 300
+"""Of what an outside variant prints."""
+
 BEGUN, LEFT_OUT = "begun", "left out"
 BAD = ("wrong", "failed", "finding")
 NOT_RUN, INTERRUPTION = "not run", "interrupted"
@@ -181,12 +184,19 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
 
     ending = run_forked(work, lambda message: take(Result(**message)), seconds, free_memory() / 2)
     if ending.printed:
-        print(ending.printed.rstrip(), file=sys.stderr, flush=True)
+        print(f"{record.title} printed: {_last_lines(ending.printed)}", file=sys.stderr, flush=True)
     if ending.death is not None:
         begun = record.in_hand or Result(record.trial.first, BEGUN, message=f"{record.title}: before its first case")
         replay = f"\n  replay: {begun.replay}" if begun.replay else ""
         record.died = begun.part
         take(replace(begun, status="failed", reason=ending.death, message=f"{begun.message}: {ending.death}{replay}"))
+
+
+def _last_lines(text: str) -> str:
+    """The end of what was printed; a line's own end where it is long."""
+    lines = [line if len(line) <= _SHOWN_WIDTH else f"...{line[-_SHOWN_WIDTH:]}" for line in text.splitlines()]
+    left_out = [f"(at its end, after {len(lines) - _SHOWN_LINES:,} lines or more)"] if lines[_SHOWN_LINES:] else []
+    return "\n".join([*left_out, *lines[-_SHOWN_LINES:]])
 
 
 def words_of_interruption(records: Sequence[Record]) -> str:
