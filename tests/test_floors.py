@@ -21,7 +21,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "contract": "config dims overlap inputs batching contract folders source_hash workspace declaration variant",
         "launch": "ranges runtime spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
-        "isolation": "isolation side_by_side trial_launch recorded_faults outside",
+        "isolation": "isolation footprint side_by_side trial_launch recorded_faults outside",
         "ops": "language quantized ops",
         "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
         "verification.covering verification.size_limits verification.draws verification.offsets verification.check",

@@ -14,6 +14,7 @@ from typing import Any
 from tkernels.contract import ContractError
 from tkernels.declaration import Fault, find_faults
 from tkernels.folders import op_folders
+from tkernels.footprint import code_shared, find_changes, settings_shared
 from tkernels.isolation import Ending, Prepare, Server, ServerError, Tell, Work, free_memory
 from tkernels.mode import MODE
 from tkernels.recorded_faults import recorded_faults
@@ -26,6 +27,9 @@ FailureTypes = type[Exception] | tuple[type[Exception], ...]
 
 Enter = Callable[[str], None]
 """Takes what a file's code is about to be run for, as what could be said of it where that never ends."""
+
+_SHOWN = 4
+"""Of what a file changes."""
 
 IMPORT_SECONDS = 60.0
 """For one task, which may import a large library; those that hang wait together."""
@@ -108,17 +112,21 @@ def side_by_side(prepare: Prepare) -> Prepare:
     return prepare_all
 
 
-def work_of_import(name: str, imports: Callable[[Enter], Any], failure: FailureTypes) -> Work:
-    """A task's work: it imports files, and tells of a failure and of threads that would outlive the import.
+def work_of_import(
+    name: str, imports: Callable[[Enter], Any], failure: FailureTypes, shared: Mapping[str, Any]
+) -> Work:
+    """A task's work: it imports files, and tells of a failure, of threads that would outlive the import and of what it
+    changes for all.
 
     Args:
         name: What the files are called.
         imports: Imports them; what more it does with them it enters first.
         failure: What this raises where they are broken, with a message that names the file.
+        shared: What `code_shared` gives before the import.
     """
 
     def work(tell: Tell) -> None:
-        own, fault = os.getpid(), ""
+        own, fault, settings = os.getpid(), "", settings_shared()
 
         def stop_copy() -> None:
             if os.getpid() != own:  # made by a file's os.fork: it waits for its end, so that it is counted
@@ -135,6 +143,9 @@ def work_of_import(name: str, imports: Callable[[Enter], Any], failure: FailureT
         stop_copy()
         if fault:
             tell(("fault", fault))
+        elif changed := find_changes(shared, settings):
+            more = f" and {len(changed) - _SHOWN:,} more" if changed[_SHOWN:] else ""
+            tell(("fault", f"{name}: it changes what all variants share: {', '.join(changed[:_SHOWN])}{more}"))
         if waiting := [
             one.name for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon
         ]:
@@ -172,6 +183,7 @@ def variant_files(folder: Path) -> list[Path]:
 
 def prepare_imports(about: None) -> Prepare:
     """In a server: each task is a folder and one file of it, which joins the ops without the other variants."""
+    shared = code_shared()
 
     def prepare(task: Sequence[str]) -> Work:
         folder, file = map(Path, task)
@@ -179,7 +191,7 @@ def prepare_imports(about: None) -> Prepare:
         others = dict.fromkeys((one for one in variant_files(folder) if one not in needed), "not asked for")
 
         return work_of_import(
-            str(file), lambda enter: _join(folder, file, others, enter), (VariantError, ContractError)
+            str(file), lambda enter: _join(folder, file, others, enter), (VariantError, ContractError), shared
         )
 
     return side_by_side(prepare)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from tkernels.footprint import code_shared
 from tkernels.isolation import Prepare, Work
 from tkernels.outside import importing, side_by_side, work_of_import
 from tmodel.architectures import ArchitectureError, architectures_with
@@ -23,8 +24,9 @@ def why_broken(folders: Sequence[PurePath | str]) -> str | None:
 
 def prepare_imports(about: None) -> Prepare:
     """In a server: the task is a list of folders, which join the house's architectures."""
+    shared = code_shared()
 
     def prepare(folders: Sequence[str]) -> Work:
-        return work_of_import(", ".join(folders), lambda enter: architectures_with(folders), ArchitectureError)
+        return work_of_import(", ".join(folders), lambda enter: architectures_with(folders), ArchitectureError, shared)
 
     return side_by_side(prepare)

@@ -25,6 +25,50 @@ FAULTS = {
     "doubles": "import os; os.fork()",
     "waits": "import threading, time; threading.Thread(target=time.sleep, args=(60,), name='waiter').start()",
 }
+CHANGES = {
+    "adds": ("torch.add = lambda a, b: a", "torch.add"),
+    "wraps": ("import functools; torch.relu = functools.wraps(torch.relu)(lambda x: x)", "torch.relu"),
+    "swaps": ("tl.sum = tl.max", "triton.language.sum"),
+    "inherits": ("torch.Tensor.sum = torch.Tensor.mean", "torch.Tensor.sum"),
+    "property": ("torch.Tensor.T = property(lambda self: self)", "torch.Tensor.T"),
+    "rounds": ("triton.cdiv = lambda a, b: a // b", "triton.cdiv"),
+    "allows": (
+        "import tkernels.config as c; c.Config.pinned = lambda self, pins: self",
+        "tkernels.config.Config.pinned",
+    ),
+    "deletes": ("del torch.nn.functional.gelu", "torch.nn.functional.gelu"),
+    "forgets": ("import sys; del sys.modules['torch.nn']", "torch.nn, "),
+    "forgets_itself": ("import sys; del sys.modules['triton.language'], sys.modules[__name__]", "triton.language, "),
+    "moves": ("import os; os.chdir('/')", "the working directory"),
+    "ignores": ("import signal; signal.signal(2, signal.SIG_IGN)", "what SIGINT does"),
+    "widens": ("torch.set_default_dtype(torch.float64)", "torch's default dtype, torch.Storage"),
+    "captures": ("import io, sys; sys.stdout = io.StringIO()", "sys.stdout"),
+    "compiles": ("import os; os.environ['TRITON_INTERPRET'] = '0'", "TRITON_INTERPRET"),
+}
+"""What a file does at its import to all others, and what is named."""
+UNUSUAL = """
+import logging, os, sys, threading, time, warnings
+import torch._dynamo, numpy.random
+logging.basicConfig(level=logging.INFO)
+logging.info("imported")
+print("imported")
+warnings.simplefilter("ignore")
+sys.path.insert(0, os.path.dirname(__file__))
+sys.setrecursionlimit(5000)
+os.environ["TRITON_PRINT_AUTOTUNING"] = "1"
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.Tensor.in_rows = lambda self: self.flatten(0, -2)
+torch._dynamo.disable(lambda x: x)
+triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8))
+@torch.library.custom_op("tkernels_unusual::same", mutates_args=())
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+class Wide(torch.Tensor):
+    def sum(self, *_: object) -> torch.Tensor:
+        return self
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+"""What a file may do: it adds, and changes nothing of the others'."""
 HANGING = ("hangs", "hangs_0", "hangs_1", "hangs_2", "hangs_3")
 LAUNCHES = {
     "forking": "import os; os.fork()",
@@ -32,6 +76,23 @@ LAUNCHES = {
     "ending": "import os; os._exit(0)",
 }
 """What a launcher begins with."""
+NASTY = {
+    "deep": "def deeper(n): return deeper(n + 1)\ndeeper(0)",
+    "bottomless": "import sys; sys.setrecursionlimit(10**9)\ndef deeper(n): return [*map(deeper, [n])]\ndeeper(0)",
+    "exits_well": "import sys; sys.exit(0)",
+    "interrupts": "raise KeyboardInterrupt",
+    "closes": "import os; os.closerange(3, 100)",
+    "imports_itself": "import importlib.util as u; s = u.spec_from_file_location('x', __file__)\n"
+    "s.loader.exec_module(u.module_from_spec(s))",
+}
+NASTY_REASONS = {
+    "deep": "cannot be imported: RecursionError: maximum recursion depth exceeded",
+    "bottomless": "cannot be imported: killed by SIGSEGV",
+    "exits_well": "cannot be imported: SystemExit: 0",
+    "closes": "cannot be imported: its process left with exit status 1; last printed: ",
+    "interrupts": "cannot be imported: it raised KeyboardInterrupt",
+    "imports_itself": "cannot be imported: RecursionError",
+}
 TRIAL = "a trial call of its supports, prepare, workspace and launch does not come to its end"
 REASONS = {
     "raises": "cannot be imported: ValueError: mine",
@@ -45,6 +106,8 @@ REASONS = {
     "doubles": "cannot be imported: it starts processes that go on after the import",
     "waits": "cannot be imported: it starts threads that a process waits for: waiter",
     "endless": f"{TRIAL}: timeout: it took longer than 3 s",
+    **{name: f"it changes what all variants share: {said}" for name, (_, said) in CHANGES.items()},
+    **NASTY_REASONS,
     "forking": "cannot be imported: it starts processes that go on after the import or a trial call",
     "ending": f"{TRIAL}: its process left with exit status 0 before its end",
     "empty": "must define VARIANT, a tkernels.Variant",
@@ -79,7 +142,9 @@ def make_no_files(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_variant(tmp_path_factory.mktemp("outside").resolve())
-    for name, code in FAULTS.items():
+    for name, code in {**FAULTS, **NASTY}.items():
+        write_variant(folder, ("swiglu_doubled", f"swiglu_{name}"), ("VARIANT =", f"{code}\nVARIANT ="), name=name)
+    for name, (code, _) in CHANGES.items():
         write_variant(folder, ("swiglu_doubled", f"swiglu_{name}"), ("VARIANT =", f"{code}\nVARIANT ="), name=name)
     for name, code in LAUNCHES.items():
         begins = "    tokens, width = out.shape\n"
@@ -139,3 +204,8 @@ def test_the_others_join_and_a_broken_name_says_why(folder: Path, broken: dict[P
         name: list(op.variants) for name, op in ops.items()
     }
     assert again.broken == ops.broken
+
+
+def test_an_unusual_file_changes_nothing_of_the_others(tmp_path: Path) -> None:
+    folder = write_variant(tmp_path, ("VARIANT =", f"{UNUSUAL}\nVARIANT ="))
+    assert outside.broken_files([folder]) == {}
