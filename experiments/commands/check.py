@@ -24,6 +24,7 @@ from experiments.commands.trials import (
     Result,
     Trial,
     carry_out,
+    count_apart,
     smallest_first,
     words_of_interruption,
 )
@@ -33,7 +34,6 @@ from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import make_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels.device import first_device
-from tkernels.silence import silenced
 from tkernels.variant import Variant
 from tkernels.verification.check import CheckResult, check_case, outside_folder, replay_captured, replay_command
 from tkernels.verification.draws import EXAMPLES, count_wide_cases, drawn_cases, wide_cases
@@ -60,9 +60,7 @@ def _choose(request: CheckRequest) -> list[Subject]:
 def _gather(request: CheckRequest) -> list[Trial]:
     if request.call is not None:
         return _replay_trials(request, request.call)
-    subjects = _choose(request)
-    with silenced():  # an outside variant's `supports` is asked
-        return [make_trial(request, subject) for subject in subjects]
+    return [make_trial(request, subject) for subject in _choose(request)]
 
 
 def _run(request: CheckRequest, gather: Callable[[], Sequence[Trial]]) -> int:
@@ -128,8 +126,8 @@ def _note_right(request: CheckRequest, record: Record) -> None:
 def make_trial(request: CheckRequest, subject: Subject) -> Trial:
     planned = 1
     if not subject.is_one_case:
-        wide = count_wide_cases(subject.variant, subject.axes, subject.config, first_device())
-        planned = (request.examples or EXAMPLES) + wide
+        count = partial(count_wide_cases, subject.variant, subject.axes, subject.config, first_device())
+        planned = (request.examples or EXAMPLES) + count_apart(subject.variant, count, _SECONDS)
     return Trial(subject, "drawn", planned, partial(_check_cases, request, subject))
 
 

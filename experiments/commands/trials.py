@@ -20,6 +20,7 @@ from tkernels.config import Config
 from tkernels.contract import Case, ContractError
 from tkernels.isolation import Tell, free_memory, run_forked
 from tkernels.mode import MODE
+from tkernels.variant import Variant
 from tkernels.verification.check import outside_folder
 
 Drawn = tuple[Case, Config | None]
@@ -115,6 +116,25 @@ class Record:
         return True
 
 
+def runs_apart(variant: Variant) -> bool:
+    """Whether what a variant does is for a child of this process."""
+    return outside_folder(variant) is not None and MODE == "interpret"
+
+
+def count_apart(variant: Variant, count: Callable[[], int], seconds: float) -> int:
+    """What `count` says, which asks the variant; 0 where that ends its process, as the trial will find."""
+    if not runs_apart(variant):
+        return count()
+    told: list[int] = []
+
+    def work(tell: Tell) -> None:
+        torch.set_num_threads(1)
+        tell(count())
+
+    run_forked(work, told.append, seconds, free_memory() / 2)
+    return told[0] if told else 0
+
+
 def smallest_first(cases: Iterable[Drawn]) -> tuple[list[Drawn], str]:
     """Drawn cases by their size, and why there are no more of them; "" where there are as many as asked for."""
     drawn: list[Drawn] = []
@@ -156,7 +176,7 @@ def _run_all(what: str, records: Sequence[Record], seconds: float) -> None:
             update(completed=done, doing=record.title)
             record.is_reached = True
             take = partial(_take, record, partial(update, advance=1))
-            if outside_folder(record.trial.subject.variant) is not None and MODE == "interpret":
+            if runs_apart(record.trial.subject.variant):
                 _run_apart(record, take, seconds)
             else:
                 for result in record.trial.cases():
@@ -186,7 +206,8 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
     if ending.printed:
         print(f"{record.title} printed: {_last_lines(ending.printed)}", file=sys.stderr, flush=True)
     if ending.death is not None:
-        begun = record.in_hand or Result(record.trial.first, BEGUN, message=f"{record.title}: before its first case")
+        where = "after one of its cases" if record.results else "before its first case"
+        begun = record.in_hand or Result(record.trial.first, BEGUN, message=f"{record.title}: {where}")
         replay = f"\n  replay: {begun.replay}" if begun.replay else ""
         record.died = begun.part
         take(replace(begun, status="failed", reason=ending.death, message=f"{begun.message}: {ending.death}{replay}"))
