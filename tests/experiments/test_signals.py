@@ -58,7 +58,7 @@ def last_line(done: Result) -> str:
         (CHECK, check_command, "open_registry", NOTHING),
         (CHECK, check_command, "make_trial", NOTHING),
         (CHECK, check_command, "check_case", "0 of 3 variants done; partly: swiglu.torch; not reached: swiglu."),
-        (CHECK, trials, "outside_folder", "0 of 3 variants done; partly: swiglu.torch; not reached: swiglu."),
+        (CHECK, trials, "runs_apart", NOTHING),
         (CHECK, check_command, "summarize", DONE),
         (CHECK, check_command, "status_text", DONE),
         (CHECK, check_command, "_conclude", DONE),
@@ -83,9 +83,10 @@ def test_it_says_what_was_done(
         assert "swiglu" in done.stdout
 
 
-def test_between_two_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    kill_at(monkeypatch, trials, "outside_folder", 2)
-    assert "interrupted: 1 of 3 variants done; partly: swiglu." in last_line(CliRunner().invoke(app, CHECK))
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_between_two_variants(done: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_at(monkeypatch, trials, "runs_apart", 3 + 1 + done)  # it is asked of each before, when cases are counted
+    assert f"interrupted: {done} of 3 variants done; partly: swiglu." in last_line(CliRunner().invoke(app, CHECK))
 
 
 def test_a_second_one_ends_it_while_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
