@@ -1,6 +1,7 @@
 """`tk`, the command line. Commands are imported when they are called: `tk --help` loads no torch."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import MISSING, fields
 from importlib import import_module
 from inspect import Parameter, Signature
@@ -9,7 +10,8 @@ from typing import Any, get_args
 import typer
 
 from experiments.commands import requests
-from experiments.exits import end, import_torch
+from experiments.exits import Signals, end, ended_by_signals, import_torch
+from experiments.json_alone import json_alone
 from experiments.option_flags import OptionFlags
 from experiments.sampling import SamplingFlags
 
@@ -24,21 +26,30 @@ app = typer.Typer(
 
 
 def add_command(
-    name: str, request: type[Any], *, needs_torch: bool = True, refuse_early: Callable[[Any], None] = lambda asked: None
+    name: str,
+    request: type[Any],
+    *,
+    needs_torch: bool = True,
+    refuse_early: Callable[[Any], None] = lambda asked: None,
+    takes_signals: bool = False,
 ) -> None:
     """Adds a command: its options are the fields of `request`, and `run` of its module in `commands` takes the record.
 
     Args:
         refuse_early: Called with the record before torch is imported.
+        takes_signals: It decides itself what SIGTERM means; else it does what Ctrl-C does.
     """
 
     def run(given: dict[str, Any]) -> int:
         taken = {name: flags.take(given) for name, flags in find_derived_flags(request).items()}
         asked = request(**given, **taken)
         refuse_early(asked)
-        if needs_torch:
-            import_torch()
-        status: int = import_module(f"experiments.commands.{name.replace('-', '_')}").run(asked)
+        with nullcontext() if takes_signals else ended_by_signals(f"interrupted before tk {name} had begun"):
+            if needs_torch:
+                import_torch()
+            module = import_module(f"experiments.commands.{name.replace('-', '_')}")
+        with nullcontext() if takes_signals else Signals(), json_alone() if _is_json(asked) else nullcontext():
+            status: int = module.run(asked)
         return status
 
     def command(**given: Any) -> None:
@@ -49,6 +60,10 @@ def add_command(
     command.__annotations__ = {one.name: one.annotation for one in parameters}
     command.__doc__ = request.__doc__
     app.command(name)(command)
+
+
+def _is_json(asked: Any) -> bool:
+    return getattr(asked, "as_json", False)
 
 
 def find_derived_flags(request: type[Any]) -> dict[str, OptionFlags | SamplingFlags]:
@@ -93,7 +108,7 @@ add_command("compare", requests.CompareRequest, needs_torch=False)
 add_command("repeat", requests.RepeatRequest)
 add_command("simulate", requests.SimulateRequest)
 add_command("generate", requests.GenerateRequest)
-add_command("serve", requests.ServeRequest, needs_torch=False)
+add_command("serve", requests.ServeRequest, needs_torch=False, takes_signals=True)
 add_command("diverge", requests.DivergeRequest)
 add_command("eval", requests.EvalRequest)
 add_command("make-model", requests.MakeModelRequest)

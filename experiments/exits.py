@@ -1,11 +1,13 @@
 """How a command ends: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
 
+import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, NoReturn
 
 import typer
 
@@ -75,14 +77,47 @@ def _refused(*problems: str, status: int = 2) -> typer.Exit:
     return typer.Exit(status)
 
 
-@contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup)."""
-    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class Signals(AbstractContextManager["Signals"]):
+    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup).
+
+    came: Whether any has come.
+    """
+
+    def __init__(self, act: Callable[[], None] = _interrupt) -> None:
+        """act: What each does."""
+        self.came = self._are_held = False
+        self._act = act
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def hold(self) -> None:
+        """From now on the first that comes is noted alone: what has been found is said whole."""
+        self._are_held = True
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        is_first, self.came = not self.came, True
+        if not (self._are_held and is_first):
+            self._act()
+
+
+def ended_by_signals(why: str) -> Signals:
+    """Signals end the process at once, with status 130 and `why`: of an import, which may hide what is raised in it."""
+
+    def leave() -> None:
+        os.write(2, f"exit status {INTERRUPTED}: {why}\n".encode())
+        os._exit(INTERRUPTED)
+
+    return Signals(leave)

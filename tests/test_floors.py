@@ -19,11 +19,11 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
-        "process": "errors cores mode device names files matrix_units interpreter",
+        "process": "errors cores silence mode device names files matrix_units interpreter",
         "contract": "config dims overlap inputs batching contract folders source_hash workspace declaration variant",
         "launch": "ranges runtime spans recording clocks timing roofline tuning launch preparation",
         "registry": "registry selection __init__",
-        "isolation": "isolation trial_launch outside",
+        "isolation": "isolation footprint side_by_side trial_launch recorded_faults outside",
         "ops": "language quantized ops",
         "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
         "verification.covering verification.size_limits verification.draws verification.offsets verification.check",
@@ -55,7 +55,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits option_flags progress sampling",
+        "document": "__init__ document exits json_alone option_flags progress sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

@@ -22,13 +22,11 @@ class Config(Mapping[str, int]):
     _lookup: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
 
     def __init__(self, *, num_warps: int = 4, num_stages: int = 2, **constants: int) -> None:
-        for name, value in {**constants, "num_warps": num_warps, "num_stages": num_stages}.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {name} must be an integer of at least 1, got {value!r}")
-            if (name.startswith("BLOCK") or name == "num_warps") and value & (value - 1):
-                raise ValueError(f"config: {name} must be a power of two, got {value}")
-        if num_warps > 32:
-            raise ValueError(f"config: num_warps must be at most 32, got {num_warps}")
+        if faults := list(_find_faults({**constants, "num_warps": num_warps, "num_stages": num_stages})):
+            raise ValueError(f"config: {'; '.join(faults)}")
+        self._hold(constants, num_warps, num_stages)
+
+    def _hold(self, constants: Mapping[str, int], num_warps: int, num_stages: int) -> None:
         object.__setattr__(self, "constants", tuple(sorted(constants.items())))
         object.__setattr__(self, "num_warps", num_warps)
         object.__setattr__(self, "num_stages", num_stages)
@@ -59,3 +57,14 @@ class Config(Mapping[str, int]):
     def of(values: Mapping[str, Any]) -> "Config":
         """The inverse of `as_dict`."""
         return Config(**dict(values))
+
+
+def _find_faults(values: Mapping[str, Any]) -> Iterator[str]:
+    """Every value that is none of a config's."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            yield f"{name} must be an integer of at least 1, got {value!r}"
+        elif (name.startswith("BLOCK") or name == "num_warps") and value & (value - 1):
+            yield f"{name} must be a power of two, got {value}"
+        elif name == "num_warps" and value > 32:
+            yield f"num_warps must be at most 32, got {value}"

@@ -3,12 +3,14 @@
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tkernels.config import Config
 from tkernels.contract import Contract, Int
+from tkernels.folders import fault_of_name
 from tkernels.names import suggest_name
 
 if TYPE_CHECKING:
@@ -42,13 +44,15 @@ def needed_parameters(variant: "Variant", left_out: Sequence[str]) -> list[str]:
 
 def find_faults(variant: "Variant") -> list[Fault]:
     """Every rule that a declaration breaks, by line."""
-    lines = _lines_of_fields(variant.file)
+    lines = lines_of_fields(variant.file)
     wrong = {name: words for name, (words, is_right) in _FORMS.items() if not is_right(getattr(variant, name))}
     faults = [
         Fault(lines.get(name, lines[""]), f"{name} must be {words}, got {_shorten(getattr(variant, name))}")
         for name, words in wrong.items()
     ]
     sound = _FORMS.keys() - wrong.keys()
+    if (fault := fault_of_name(variant.name)) is not None:
+        faults.append(Fault(None, f"the name of a variant's file: {fault}"))
     if {"launch", "function", "parts"} <= sound:
         faults += (Fault(line or lines[""], text) for line, text in _find_launcher_faults(variant))
     if "key" in sound:
@@ -56,7 +60,7 @@ def find_faults(variant: "Variant") -> list[Fault]:
     if "region" in sound:
         faults += (Fault(lines.get("region"), text) for text in _find_region_faults(variant))
     if variant.launch is not None:
-        faults += _find_kernel_faults(variant)
+        faults += _find_kernel_faults(variant) if fault is None else ()
         faults += (Fault(lines.get(name, lines[""]), text) for name, text in _find_config_faults(variant, sound))
     return sorted(faults, key=lambda fault: fault.line or 0)
 
@@ -195,7 +199,7 @@ def _find_config_faults(variant: "Variant", sound: set[str]) -> Iterator[tuple[s
 def _name_outside(variant: "Variant", config: Config) -> str:
     """Which of a config's values is none that it may have; "" for none."""
     try:
-        variant.pinned(config, config.as_dict())
+        variant.check_limits(config.as_dict())
     except ValueError as error:
         return str(error)
     return ""
@@ -207,7 +211,15 @@ def _line_of(function: Any, file: Path) -> int | None:
     return code.co_firstlineno if code is not None and Path(code.co_filename) == file else None
 
 
-def _lines_of_fields(file: Path) -> dict[str, int | None]:
+def line_of_caller(file: Path) -> int | None:
+    """The innermost line of this file that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None and Path(frame.f_code.co_filename) != file:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_lineno if frame is not None else None
+
+
+def lines_of_fields(file: Path) -> dict[str, int | None]:
     """Field -> the line of the declaration that gives it; "" -> where the declaration begins."""
     try:
         body = ast.parse(file.read_text(encoding="utf-8")).body

@@ -87,6 +87,10 @@ class Tell:
         """The child ends by what is no Exception: its code called sys.exit, or raised KeyboardInterrupt itself."""
         self._send("raised", f"{type(error).__name__}: {error}")
 
+    def leave(self) -> None:
+        """In a copy that the child made itself: it lets the pipe go, which is the child's."""
+        os.close(self._pipe)
+
     def _send(self, kind: str, value: Any) -> None:
         if os.getpid() != self._child:
             os._exit(1)
@@ -178,9 +182,10 @@ def run_forked(work: Work, on_message: OnMessage, timeout: float | None = None, 
         timeout: Seconds that it has.
         memory: Bytes that it may hold, counted with what it shares with this process.
     """
-    child = _Child(work, on_message, timeout, memory)
+    child = Child(work, on_message, timeout, memory)
     try:
-        child.watch()
+        while child.goes_on(_POLL_S):
+            pass
     finally:
         child.kill()
     return child.ending()
@@ -213,8 +218,11 @@ def _read(pipe: int) -> bytes:
     return b""
 
 
-class _Child:
-    """A fork of this process at a task, and what is known of it. status: as waitpid gives it, once it has ended."""
+class Child:
+    """A fork of this process at a task, as `run_forked` has it, and what is known of it.
+
+    status: as waitpid gives it, once it has ended.
+    """
 
     def __init__(self, work: Work, on_message: OnMessage, timeout: float | None, memory: float = math.inf) -> None:
         self.began, self.on_message, self.memory = time.monotonic(), on_message, memory
@@ -230,32 +238,35 @@ class _Child:
             _live(work, sending, printing, starter)
         os.close(sending)
         os.close(printing)
-        os.set_blocking(self.messages, False)
-        os.set_blocking(self.output, False)
+        self.pipes = selectors.DefaultSelector()
+        for pipe, take in ((self.messages, self.hear), (self.output, self.listen)):
+            os.set_blocking(pipe, False)
+            self.pipes.register(pipe, selectors.EVENT_READ, take)
 
     def give(self, seconds: float) -> None:
         """It has so many seconds from now on."""
         self.limit, self.deadline = seconds, time.monotonic() + seconds
 
-    def watch(self) -> None:
-        """Waits until it has ended, by itself or by its time-out, and takes in what it sends and prints."""
-        with selectors.DefaultSelector() as pipes:
-            pipes.register(self.messages, selectors.EVENT_READ, self.hear)
-            pipes.register(self.output, selectors.EVENT_READ, self.listen)
-            while self.status is None:
-                # Its pipe ends when it does, unless something that it forked holds it open.
-                pause = _POLL_S if self.messages in pipes.get_map() else _SOON_S
-                for key, _ in pipes.select(max(0.0, min(pause, self.deadline - time.monotonic()))):
-                    if not key.data():
-                        pipes.unregister(key.fileobj)
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
-                if ended:
-                    self.status = status
-                    continue
-                self.timed_out = time.monotonic() >= self.deadline
-                self.took_memory = self.memory < math.inf and _resident_bytes(self.pid) > self.memory
-                if self.timed_out or self.took_memory:
-                    self.kill()
+    def goes_on(self, pause: float) -> bool:
+        """Takes in what it sends and prints, or waits `pause` seconds for it; ends it after its time-out.
+
+        Returns:
+            Whether it has not ended.
+        """
+        if self.messages not in self.pipes.get_map():  # ended with it, unless something that it forked holds it open
+            pause = min(pause, _SOON_S)
+        for key, _ in self.pipes.select(max(0.0, min(pause, self.deadline - time.monotonic()))):
+            if not key.data():
+                self.pipes.unregister(key.fileobj)
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        if ended:
+            self.status = status
+            return False
+        self.timed_out = time.monotonic() >= self.deadline
+        self.took_memory = self.memory < math.inf and _resident_bytes(self.pid) > self.memory
+        if self.timed_out or self.took_memory:
+            self.kill()
+        return self.status is None
 
     def hear(self) -> bool:
         """Takes in the messages that are there; returns whether anything was."""
@@ -294,6 +305,7 @@ class _Child:
         """How it ended, once it has, and after its last messages; what it started may still hold the pipes open."""
         self.hear()
         self.listen()
+        self.pipes.close()
         os.close(self.messages)
         os.close(self.output)
         assert self.status is not None
@@ -314,6 +326,12 @@ class _Child:
         if death is not None and printed:
             death += f"; last printed: {_last_words(printed)}"
         return Ending(time.monotonic() - self.began, death, self.timed_out, max(0, -code), printed)
+
+
+def free_memory() -> int:
+    """Bytes of this machine that a process could still take."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def _resident_bytes(pid: int) -> int:
@@ -374,11 +392,16 @@ def die_with(starter: int, number: int) -> None:
         os._exit(1)
 
 
+def adopt_orphans() -> None:
+    """What a child leaves behind is from now on this process's, for `end_children`."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 def serve(starter: int, imports: Sequence[str]) -> None:
     """The life of a server: its orders come on stdin, a line each, until that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches a whole terminal; the starter decides what it means
     die_with(starter, signal.SIGTERM)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a child leaves behind shall be this process's
+    adopt_orphans()
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever a library prints is no answer
     import torch  # half of the time that it takes to be ready
@@ -400,7 +423,7 @@ def serve(starter: int, imports: Sequence[str]) -> None:
         for order in sys.stdin.buffer:
             task, timeout = json.loads(order)
             ending = _carry_out(prepare, task, timeout, answers)
-            _send(answers, "ended", {**asdict(ending), "left": _end_children()})
+            _send(answers, "ended", {**asdict(ending), "left": end_children()})
     except BrokenPipeError:  # the starter no longer listens
         _leave()
 
@@ -421,11 +444,11 @@ def _carry_out(prepare: Prepare, task: Any, timeout: float | None, answers: int)
 
 def _leave() -> NoReturn:
     """Ends a server and all that it has started."""
-    _end_children()
+    end_children()
     os._exit(1)
 
 
-def _end_children() -> int:
+def end_children() -> int:
     """Ends this process's children, and then those whose parents these were, which are its own by then.
 
     Returns:

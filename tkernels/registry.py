@@ -13,9 +13,10 @@ from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
 from tkernels.contract import Contract
-from tkernels.folders import BUILT_IN, OpFolder, op_folders
+from tkernels.folders import BUILT_IN, OpFolder, fault_of_name, op_folders, why_unreadable
 from tkernels.launch import call_variant
 from tkernels.names import Names, unknown_name
+from tkernels.silence import silenced
 from tkernels.variant import Op, Variant, VariantError
 
 T = TypeVar("T")
@@ -73,6 +74,8 @@ def import_outside(file: Path, failure: type[Exception]) -> ModuleType:
 
     Its path makes the module's name unique, so that two folders may hold the same file names.
     """
+    if (unreadable := why_unreadable(file)) is not None:
+        raise failure(f"{file}: {unreadable}")
     name = f"tkernels_outside_{sha256(str(file).encode()).hexdigest()[:12]}_{file.parent.name}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -82,7 +85,7 @@ def import_outside(file: Path, failure: type[Exception]) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # a file that exits is broken; it must not end us
-        del sys.modules[name]
+        sys.modules.pop(name, None)  # it may have done so itself
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
         where = f", in line {lines[-1]}" if lines else ""
         raise failure(f"{file}: cannot be imported: {type(error).__name__}: {error}{where}") from error
@@ -100,6 +103,8 @@ def _declared(module: ModuleType, name: str, kind: type[T], file: Path) -> T:
 
 
 def _new_op(file: Path, package: str | None) -> Op:
+    if (fault := fault_of_name(file.parent.name)) is not None:
+        raise VariantError(f"{file}: the name of an op's folder: {fault}")
     contract = _declared(_import(file, package), "CONTRACT", Contract, file)
     if contract.name != file.parent.name:
         raise VariantError(f"{file}: the contract is named {contract.name!r}, its folder {file.parent.name!r}")
@@ -148,10 +153,10 @@ def _with_variants(op: Op, files: Sequence[Path], package: str | None, broken: M
         if file in broken:
             unavailable[file.stem] = broken[file]
             continue
+        if file.stem in op.variants:
+            raise VariantError(f"{file}: {op.fault_of_name(file.stem)}")
         module = _import(file, package)
         variant = _declared(module, "VARIANT", Variant, file)
-        if file.stem in variants:
-            raise VariantError(f"{file}: {op.name} already has a variant {file.stem!r}, in {variants[file.stem].file}")
         variants[file.stem] = variant.joined(op.contract, file.stem, file, module, call_variant)
     return replace(op, variants=Names(f"{op.name} variant", variants, unavailable))
 
@@ -166,8 +171,9 @@ def registry_of(outside: Mapping[str, Any]) -> Registry:
     """The registry that a `Registry.outside` tells of."""
     broken = {Path(file): reason for file, reason in outside["broken"].items()}
     ops = builtin_ops()
-    for folder in outside["folders"]:
-        ops = ops.with_variants_from(folder, broken)
+    with silenced():  # what these files print was heard where they were tried
+        for folder in outside["folders"]:
+            ops = ops.with_variants_from(folder, broken)
     return ops
 
 

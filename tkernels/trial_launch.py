@@ -4,7 +4,6 @@ what they take?
 
 import inspect
 import random
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Choose, ContractError
-from tkernels.declaration import Fault, needed_parameters
+from tkernels.declaration import Fault, line_of_caller, needed_parameters
 from tkernels.device import device_facts
 from tkernels.errors import TKernelsError
 from tkernels.launch import Run
@@ -72,7 +71,7 @@ class _Trial(Run):
     found: list[Fault | None]
 
     def launch(self, kernel: Any, grid: Any, *positional: Any, **arguments: Any) -> None:
-        line = _line_of_caller(self.variant.file)
+        line = line_of_caller(self.variant.file)
         texts = list(_launch_faults(kernel, grid, positional, arguments))
         self.found.extend([Fault(line, text) for text in texts] or [None])
 
@@ -105,7 +104,7 @@ def _supported_calls(variant: Variant) -> Iterator[tuple[dict[str, Any], Axes]]:
         case = contract.case(contract.draw_axes(_chooser(seed), off), seed)
         loaded = contract.bind_arguments((), case.inputs)
         refused: Any = _ask(variant, "supports", partial(variant.refusal, contract.bind_axes(loaded)[0], facts))
-        if refused is not None and not isinstance(refused, str):
+        if refused is not None and not (isinstance(refused, str) and refused):
             raise _BrokenError(_fault_of(variant, "supports", f"returns {refused!r}, not None or a reason"))
         try:
             arguments = _ask(variant, "prepare", partial(_prepare, variant, loaded))
@@ -200,11 +199,3 @@ def _line_of_raise(error: BaseException, file: Path) -> int | None:
     """The innermost line of this file that an exception came through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
     return lines[-1] if lines else None
-
-
-def _line_of_caller(file: Path) -> int | None:
-    """The innermost line of this file that is being run."""
-    frame = sys._getframe(1)
-    while frame is not None and Path(frame.f_code.co_filename) != file:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame.f_lineno if frame is not None else None

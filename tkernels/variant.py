@@ -15,6 +15,7 @@ from tkernels.declaration import find_faults, taken_outputs
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
+from tkernels.folders import fault_of_name
 from tkernels.mode import unavailable_reason
 from tkernels.names import Names
 from tkernels.source_hash import is_jit, source_hash
@@ -132,11 +133,15 @@ class Variant:
 
     def pinned(self, config: Config, pins: Mapping[str, int]) -> Config:
         """`config` with some values replaced; a ValueError where one is unknown or outside what it may be."""
-        for name, value in pins.items():
+        self.check_limits(pins)
+        return config.pinned(pins)
+
+    def check_limits(self, values: Mapping[str, int]) -> None:
+        """Raises ValueError for a config's value that is outside what the declaration limits it to."""
+        for name, value in values.items():
             low, high = self.limits.get(name, (value, value))
             if not low <= value <= high:
                 raise ValueError(f"{name} must be from {low} to {high}, got {value}")
-        return config.pinned(pins)
 
     def default_config(self, arch: str) -> Config:
         """The untuned config for an architecture."""
@@ -258,6 +263,12 @@ class Op:
     @property
     def name(self) -> str:
         return self.contract.name
+
+    def fault_of_name(self, name: str) -> str | None:
+        """Why no further variant of this op may have the name; None where one may."""
+        if name in self.variants:
+            return f"{self.name} already has a variant {name!r}, in {self.variants[name].file}"
+        return fault_of_name(name)
 
     def default_on(self, device: torch.device) -> str:
         """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`;

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from tkernels.footprint import code_shared
 from tkernels.isolation import Prepare, Work
-from tkernels.outside import importing, work_of_import
+from tkernels.outside import importing, side_by_side, work_of_import
 from tmodel.architectures import ArchitectureError, architectures_with
 
 
@@ -17,14 +18,15 @@ def why_broken(folders: Sequence[PurePath | str]) -> str | None:
     if not folders:
         return None
     names = [str(folder) for folder in folders]
-    with importing("tmodel.outside:prepare_imports") as import_fault:
-        return import_fault(names, ", ".join(names))
+    with importing("tmodel.outside:prepare_imports") as import_faults:
+        return next(iter(import_faults({", ".join(names): names}).values()), None)
 
 
 def prepare_imports(about: None) -> Prepare:
     """In a server: the task is a list of folders, which join the house's architectures."""
+    shared = code_shared()
 
     def prepare(folders: Sequence[str]) -> Work:
-        return work_of_import(", ".join(folders), lambda enter: architectures_with(folders), ArchitectureError)
+        return work_of_import(", ".join(folders), lambda enter: architectures_with(folders), ArchitectureError, shared)
 
-    return prepare
+    return side_by_side(prepare)

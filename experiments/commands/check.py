@@ -1,6 +1,6 @@
 """`tk check`: variants against the float64 oracle on drawn cases, or one case or captured call replayed."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from experiments.commands.trials import (
     Result,
     Trial,
     carry_out,
+    count_apart,
     smallest_first,
     words_of_interruption,
 )
 from experiments.divergence.captured_call import CapturedCall, check_captured, load_call
 from experiments.document import ExperimentError
-from experiments.exits import INTERRUPTED
+from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import make_table, status_text
 from experiments.runs.checked import record_checked
 from tkernels.device import first_device
@@ -45,26 +46,36 @@ def run(request: CheckRequest) -> int:
     """Checks, prints, and returns 1 where anything was wrong or failed, or nothing was checked."""
     if request.mutate:
         return mutate.verify(request) if request.verify_equivalent else mutate.run(request)
-    if request.call is not None:
-        return _run(request, _replay_trials(request, request.call))
+    if request.sanitize is not None and request.call is None:
+        return sanitize.run(request, partial(_choose, request), request.sanitize)
+    return _run(request, partial(_gather, request))
+
+
+def _choose(request: CheckRequest) -> list[Subject]:
+    """What the request asks for, by name."""
     variants = choose_variants(open_registry(request.variants_from), request.chosen_op, request.variant)
-    subjects = choose_subjects(variants, request.axes, request.config)
-    if request.sanitize is not None:
-        return sanitize.run(request, subjects, request.sanitize)
-    return _run(request, [make_trial(request, subject) for subject in subjects])
+    return choose_subjects(variants, request.axes, request.config)
 
 
-def _run(request: CheckRequest, trials: Sequence[Trial]) -> int:
+def _gather(request: CheckRequest) -> list[Trial]:
+    if request.call is not None:
+        return _replay_trials(request, request.call)
+    return [make_trial(request, subject) for subject in _choose(request)]
+
+
+def _run(request: CheckRequest, gather: Callable[[], Sequence[Trial]]) -> int:
     """Checks, prints, and returns the command's status."""
-    records, is_cut_off = carry_out("check", trials, _SECONDS)
-    for record in records:
-        _note_right(request, record)
-    summaries = [summarize(record) for record in records]
-    if request.as_json:
-        print_json(summaries)
-    else:
-        _print(Console(), summaries)
-    return end_with(INTERRUPTED, words_of_interruption(records)) if is_cut_off else _conclude(summaries)
+    with Signals() as signals:
+        records = carry_out("check", gather, _SECONDS, signals)
+        for record in records:
+            _note_right(request, record)
+        summaries = [summarize(record) for record in records]
+        if request.as_json:
+            print_json(summaries)
+        elif summaries:
+            _print(Console(), summaries)
+        status = 0 if signals.came else _conclude(summaries)
+        return end_with(INTERRUPTED, words_of_interruption(records)) if signals.came else status
 
 
 def _conclude(summaries: Sequence[Mapping[str, Any]]) -> int:
@@ -115,8 +126,8 @@ def _note_right(request: CheckRequest, record: Record) -> None:
 def make_trial(request: CheckRequest, subject: Subject) -> Trial:
     planned = 1
     if not subject.is_one_case:
-        wide = count_wide_cases(subject.variant, subject.axes, subject.config, first_device())
-        planned = (request.examples or EXAMPLES) + wide
+        count = partial(count_wide_cases, subject.variant, subject.axes, subject.config, first_device())
+        planned = (request.examples or EXAMPLES) + count_apart(subject.variant, count, _SECONDS)
     return Trial(subject, "drawn", planned, partial(_check_cases, request, subject))
 
 
@@ -171,14 +182,13 @@ def summarize(record: Record) -> dict[str, Any]:
     says why there were no more of them.
     """
     variant, results = record.trial.subject.variant, record.results
-    bad = [one for one in results if one.is_bad]
-    reasons = (*(one.reason for one in bad), *record.left_out.values(), *(one.reason for one in results))
+    bad, status = [one for one in results if one.is_bad], _status(record)
     drawn, wide = record.part("drawn"), record.part("wide")
     return {
         "op": variant.contract.name,
         "variant": variant.name,
-        "status": _status(record),
-        "reason": next(filter(None, reasons), None),
+        "status": status,
+        "reason": _reason(record, status),
         "examples": len(drawn),
         "ok": len(_right(drawn)),
         "wide": len(wide),
@@ -188,6 +198,17 @@ def summarize(record: Record) -> dict[str, Any]:
         "rms_error_ratio": _largest(one.rms_ratio for one in _right(results)),
         "failures": [{"status": r.status, "message": r.message, "replay": r.replay} for r in bad],
     }
+
+
+def _reason(record: Record, status: str) -> str | None:
+    """Why a variant has its status, or no more cases; None where all is well."""
+    if status == NOT_RUN:
+        return "it was not reached"
+    if status == INTERRUPTION:
+        return f"it was cut off after {len(record.results)} of its cases"
+    bad = (one.reason for one in record.results if one.is_bad)
+    reasons = (*bad, *record.left_out.values(), *(one.reason for one in record.results))
+    return next(filter(None, reasons), None if status == "ok" else "no reason was given")
 
 
 def _status(record: Record) -> str:

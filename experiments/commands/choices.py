@@ -14,6 +14,7 @@ from tkernels import Config, ContractError, Registry, UnknownNameError, VariantE
 from tkernels.contract import Axes, Contract, Int, Value
 from tkernels.measurement import complete_axes
 from tkernels.outside import broken_files
+from tkernels.silence import silenced
 from tkernels.variant import Op, Variant
 from tsched.torch_free import suggest_name
 
@@ -29,7 +30,8 @@ def open_registry(folders: Sequence[Path]) -> Registry:
     ops, broken = tkernels.OPS, broken_files(folders)
     for folder in folders:
         try:
-            ops = ops.with_variants_from(folder, broken)
+            with silenced():
+                ops = ops.with_variants_from(folder, broken)
         except (VariantError, ContractError) as error:
             raise ExperimentError([f"--variants-from: {error}"]) from None
     return ops

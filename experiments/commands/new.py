@@ -1,6 +1,5 @@
 """`tk new`: a variant's file, right as it stands and to be changed from there, and an experiment that runs it."""
 
-import keyword
 import shlex
 import textwrap
 from collections.abc import Mapping
@@ -41,7 +40,8 @@ def run(request: NewRequest) -> int:
         FileExistsError, OSError: A file is there already, or cannot be written.
     """
     op = _find_op(request)
-    _check_name(op, request.name)
+    if (fault := op.fault_of_name(request.name)) is not None:
+        raise ExperimentError([f"NAME {request.name}: {fault}"])
     start = _find_start(op, request.start)
     file = request.folder / op.name / f"{request.name}.py"
     experiment = file.with_suffix(".yaml")
@@ -64,20 +64,6 @@ def _find_op(request: NewRequest) -> Op:
     if any((request.folder / request.op / f"{name}.py").is_file() for name in needed):
         ops = open_registry([request.folder])
     return find_op(with_peers(ops), request.op)
-
-
-def _check_name(op: Op, name: str) -> None:
-    """Raises ExperimentError where no new variant of the op may have this name."""
-    if not name.isidentifier() or not name.isascii():
-        raise ExperimentError([f"NAME {name}: must be a Python name, of the letters a to z, digits and _"])
-    if keyword.iskeyword(name):
-        raise ExperimentError([f"NAME {name}: is a word of Python's own"])
-    if name.startswith("_"):
-        raise ExperimentError([f"NAME {name}: files whose names start with _ are no variants"])
-    if name == "contract":
-        raise ExperimentError([f"NAME {name}: {op.name}/contract.py would define an op"])
-    if name in op.variants:
-        raise ExperimentError([f"NAME {name}: {op.name} has such a variant already, in {op.variants[name].file}"])
 
 
 def _find_start(op: Op, name: str | None) -> Variant:

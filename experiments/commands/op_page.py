@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from experiments.commands.op_rows import DrawnAxes, describe
+from experiments.commands.op_rows import DrawnAxes, describe_apart
 from experiments.reporting.table_style import format_value, make_table
 from tkernels.contract import Axis, Contract, Int
 from tkernels.launch import Run
@@ -49,7 +49,7 @@ def describe_op(op: Op, device: torch.device, folders: Sequence[Path] = ()) -> d
         "points": {name: dict(point) for name, point in {**contract.benchmarks, **regions}.items()},
         "weights": {type(weight).__name__: inspect.getdoc(type(weight)) for weight in _drawn_weights(contract)},
         "default": contract.default,
-        "variants": [_describe_variant(one, describe(one, device, drawn)) for one in op.variants.values()],
+        "variants": [_describe_variant(one, describe_apart(one, device, drawn)) for one in op.variants.values()],
         "next": [f"tk new {op.name} NAME --in FOLDER", f"tk check --op {op.name}{outside} --sanitize all"],
     }
 

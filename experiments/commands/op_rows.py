@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.commands.trials import runs_apart
 from tkernels.contract import Axes, Contract, Value
 from tkernels.device import device_facts
+from tkernels.isolation import run_forked
 from tkernels.mode import unavailable_reason
 from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
@@ -15,6 +18,8 @@ from tkernels.verification.draws import chooser
 
 _DRAWS = 32
 _MOST_DRAWS = 1000
+_SECONDS = 60.0
+"""That an outside variant may take to say what it supports."""
 
 
 class DrawnAxes(Mapping[str, Value]):
@@ -65,6 +70,23 @@ def describe(variant: Variant, device: torch.device, drawn: Callable[[int], Axes
         "wins": variant.wins,
         "file": str(variant.file),
     }
+
+
+def describe_apart(variant: Variant, device: torch.device, drawn: Callable[[int], Axes]) -> dict[str, Any]:
+    """The same; of a variant from outside, whose functions are asked, by a child of this process where that may be."""
+    if not runs_apart(variant):
+        return describe(variant, device, drawn)
+    rows: list[dict[str, Any]] = []
+    ending = run_forked(lambda tell: tell(describe(variant, device, drawn)), rows.append, _SECONDS)
+    reason = f"{variant.file}: cannot be asked what it supports: {ending.death}"
+    return rows[0] if rows else describe_broken(variant.file, reason)
+
+
+def describe_broken(file: Path, reason: str) -> dict[str, Any]:
+    """The row of an outside file that is broken: what is not known of it is null."""
+    row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
+    row |= {"reason": reason, "deterministic": None, "batch_invariant": None, "tuned_on": None}
+    return {**row, "wins": "", "file": str(file)}
 
 
 def count_refused(variant: Variant) -> int:

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from experiments.commands.choices import find_op, open_registry
 from experiments.commands.op_page import describe_op, print_page
-from experiments.commands.op_rows import DrawnAxes, describe
+from experiments.commands.op_rows import DrawnAxes, describe_apart, describe_broken
 from experiments.commands.output import print_json
 from experiments.commands.requests import OpsRequest
 from experiments.reporting.table_style import make_table
@@ -31,7 +30,7 @@ def run(request: OpsRequest) -> int:
         op = find_op(ops, request.op)
         with one_thread():
             page = describe_op(op, device, request.variants_from)
-        page["variants"] += [_describe_broken(*one) for one in ops.broken.items() if one[0].parent.name == op.name]
+        page["variants"] += [describe_broken(*one) for one in ops.broken.items() if one[0].parent.name == op.name]
         if request.as_json:
             print_json(page)
         else:
@@ -41,8 +40,8 @@ def run(request: OpsRequest) -> int:
     with one_thread():
         for op in ops.values():
             drawn = cache(partial(DrawnAxes, op.contract))
-            rows += [describe(variant, device, drawn) for variant in op.variants.values()]
-    rows += [_describe_broken(file, reason) for file, reason in ops.broken.items()]
+            rows += [describe_apart(variant, device, drawn) for variant in op.variants.values()]
+    rows += [describe_broken(file, reason) for file, reason in ops.broken.items()]
     order = [*ops, *ops.unavailable]
     rows.sort(key=lambda row: order.index(row["op"]))
     if request.as_json:
@@ -61,13 +60,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _describe_broken(file: Path, reason: str) -> dict[str, Any]:
-    """The row of an outside file that is broken: what is not known of it is null."""
-    row: dict[str, Any] = {"op": file.parent.name, "variant": file.stem, "kind": "unavailable", "supported": False}
-    row |= {"reason": reason, "deterministic": None, "batch_invariant": None, "tuned_on": None}
-    return {**row, "wins": "", "file": str(file)}
 
 
 _COLUMNS = ("variant", "kind", "here", "det.", "inv.", "when it should win")

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments.json_alone import write_value
 from experiments.progress import ProgressLines
 
 
@@ -40,7 +41,7 @@ def progress_bar(what: str, total: int, *, stays: bool = False) -> Iterator[Call
 
 def print_json(value: Any) -> None:
     """The value alone is on stdout."""
-    print(json.dumps(value, indent=1))
+    write_value(json.dumps(value, indent=1))
 
 
 def name_some(names: Sequence[str], most: int = 8) -> str:

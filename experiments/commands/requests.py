@@ -51,7 +51,7 @@ class NewRequest:
     """Write the file of a new variant, which is right as it stands, and an experiment that runs it."""
 
     op: Annotated[str, Argument(metavar="OP", help="The op that it computes; tk ops lists them.")]
-    name: Annotated[str, Argument(metavar="NAME", help="The variant's name, as a Python name.")]
+    name: Annotated[str, Argument(metavar="NAME", help="The variant's name, in lower case as a Python name.")]
     folder: Annotated[Path, Option("--in", metavar="FOLDER", help="Of variants, <op>/<variant>.py; made where new.")]
     start: Annotated[
         str | None,

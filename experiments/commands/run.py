@@ -9,7 +9,7 @@ from rich.text import Text
 
 from experiments.commands.requests import RunRequest
 from experiments.document import ExperimentError, read_document
-from experiments.exits import INTERRUPTED, import_torch, interrupted_by_signals
+from experiments.exits import INTERRUPTED, Signals, import_torch
 from experiments.planning.layout import refuse_unsound
 from experiments.sweep.executors import make_executor
 from experiments.sweep.tasks import Executor
@@ -81,7 +81,7 @@ def _carry_out(request: RunRequest, sweep: "Sweep", executor: Executor) -> int:
     if sweep.experiment.serving is not None:
         progress.print(Text("serving: its limits are for tk serve; a run has no use for them"), soft_wrap=True)
     try:
-        with interrupted_by_signals():
+        with Signals():
             folder = run_experiment(
                 sweep, request.out, request.overrides, progress, executor=executor, resume=request.resume
             )

@@ -1,7 +1,7 @@
 """`tk check --sanitize`: variants under the sanitizers, and what each found."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,10 +26,11 @@ from experiments.commands.trials import (
     words_of_interruption,
 )
 from experiments.document import ExperimentError
-from experiments.exits import INTERRUPTED
+from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import group_by, make_table, status_text
 from tkernels import UnknownNameError
 from tkernels.device import device_facts, first_device
+from tkernels.silence import silenced
 from tkernels.verification.check import outside_folder, replay_command
 from tkernels.verification.sanitizers.base import (
     Sanitizer,
@@ -46,17 +47,24 @@ SECONDS = 300.0
 """That an outside variant may take for a case: a sanitizer calls it many times."""
 
 
-def run(request: CheckRequest, subjects: Sequence[Subject], names: str) -> int:
+def run(request: CheckRequest, choose: Callable[[], Sequence[Subject]], names: str) -> int:
     """Puts each variant under each sanitizer, prints the table, and returns 1 where there was a finding."""
     sanitizers = _named_sanitizers(names)
-    trials = [_make_trial(request, subject, sanitizers) for subject in subjects]
-    records, is_cut_off = carry_out("sanitize", trials, SECONDS)
-    rows = [summarize(record, sanitizer) for record in records for sanitizer in sanitizers]
-    if request.as_json:
-        print_json(rows)
-    else:
-        _print(Console(), rows)
-    return end_with(INTERRUPTED, words_of_interruption(records)) if is_cut_off else _conclude(rows)
+
+    def gather() -> list[Trial]:
+        subjects = choose()
+        with silenced():  # an outside variant's `supports` is asked
+            return [_make_trial(request, subject, sanitizers) for subject in subjects]
+
+    with Signals() as signals:
+        records = carry_out("sanitize", gather, SECONDS, signals)
+        rows = [summarize(record, sanitizer) for record in records for sanitizer in sanitizers]
+        if request.as_json:
+            print_json(rows)
+        elif rows:
+            _print(Console(), rows)
+        status = 0 if signals.came else _conclude(rows)
+        return end_with(INTERRUPTED, words_of_interruption(records)) if signals.came else status
 
 
 def _conclude(rows: Sequence[Mapping[str, Any]]) -> int:

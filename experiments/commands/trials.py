@@ -10,23 +10,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
 from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import name_some, progress_bar
-from experiments.exits import interrupted_by_signals
+from experiments.exits import Signals
 from tkernels.config import Config
 from tkernels.contract import Case, ContractError
-from tkernels.isolation import Tell, run_forked
+from tkernels.isolation import Tell, free_memory, run_forked
 from tkernels.mode import MODE
+from tkernels.variant import Variant
 from tkernels.verification.check import outside_folder
 
 Drawn = tuple[Case, Config | None]
 
 MOST_FAILURES = 3
 """Of one variant, or of one under one sanitizer: what they have in common shows in the first few."""
+
+_SHOWN_LINES, _SHOWN_WIDTH = 20, 300
+"""Of what an outside variant prints."""
 
 BEGUN, LEFT_OUT = "begun", "left out"
 BAD = ("wrong", "failed", "finding")
@@ -113,6 +116,25 @@ class Record:
         return True
 
 
+def runs_apart(variant: Variant) -> bool:
+    """Whether what a variant does is for a child of this process."""
+    return outside_folder(variant) is not None and MODE == "interpret"
+
+
+def count_apart(variant: Variant, count: Callable[[], int], seconds: float) -> int:
+    """What `count` says, which asks the variant; 0 where that ends its process, as the trial will find."""
+    if not runs_apart(variant):
+        return count()
+    told: list[int] = []
+
+    def work(tell: Tell) -> None:
+        torch.set_num_threads(1)
+        tell(count())
+
+    run_forked(work, told.append, seconds, free_memory() / 2)
+    return told[0] if told else 0
+
+
 def smallest_first(cases: Iterable[Drawn]) -> tuple[list[Drawn], str]:
     """Drawn cases by their size, and why there are no more of them; "" where there are as many as asked for."""
     drawn: list[Drawn] = []
@@ -124,33 +146,42 @@ def smallest_first(cases: Iterable[Drawn]) -> tuple[list[Drawn], str]:
     return sorted(drawn, key=lambda one: case_size(one[0].axes)), problem
 
 
-def carry_out(what: str, trials: Sequence[Trial], seconds: float) -> tuple[list[Record], bool]:
+def carry_out(what: str, make_trials: Callable[[], Sequence[Trial]], seconds: float, signals: Signals) -> list[Record]:
     """Runs trials, one after the other, and says each failure on stderr when it comes.
 
     Args:
         what: Their name beside the bar.
+        make_trials: Gathers them.
         seconds: That an outside variant may take before its first case.
+        signals: What has come to them cuts the trials off. It is held at the end, while the caller says what was found.
 
     Returns:
-        A record of each trial, and whether Ctrl-C, SIGTERM or SIGHUP cut them off.
+        A record of each trial; none where they were cut off before they were gathered.
     """
-    records = [Record(trial) for trial in trials]
-    counts = [trial.planned for trial in trials]
+    records: list[Record] = []
     try:
-        with interrupted_by_signals(), progress_bar(what, sum(counts)) as update:
-            for record, done in zip(records, accumulate(counts, initial=0), strict=False):
-                update(completed=done, doing=record.title)
-                record.is_reached = True
-                take = partial(_take, record, partial(update, advance=1))
-                if outside_folder(record.trial.subject.variant) is not None and MODE == "interpret":
-                    _run_apart(record, take, seconds)
-                else:
-                    for result in record.trial.cases():
-                        take(result)
-                record.is_whole = True
+        records += map(Record, make_trials())
+        _run_all(what, records, seconds)
+        signals.hold()
     except KeyboardInterrupt:
-        return records, True
-    return records, False
+        signals.hold()
+        signals.came = True
+    return records
+
+
+def _run_all(what: str, records: Sequence[Record], seconds: float) -> None:
+    counts = [record.trial.planned for record in records]
+    with progress_bar(what, sum(counts)) as update:
+        for record, done in zip(records, accumulate(counts, initial=0), strict=False):
+            update(completed=done, doing=record.title)
+            record.is_reached = True
+            take = partial(_take, record, partial(update, advance=1))
+            if runs_apart(record.trial.subject.variant):
+                _run_apart(record, take, seconds)
+            else:
+                for result in record.trial.cases():
+                    take(result)
+            record.is_whole = True
 
 
 def _take(record: Record, advance: Callable[[], None], result: Result) -> None:
@@ -171,24 +202,28 @@ def _run_apart(record: Record, take: Callable[[Result], None], seconds: float) -
                 tell.within(result.seconds)
             tell(asdict(result))
 
-    ending = run_forked(work, lambda message: take(Result(**message)), seconds, _free_memory() / 2)
+    ending = run_forked(work, lambda message: take(Result(**message)), seconds, free_memory() / 2)
     if ending.printed:
-        print(ending.printed.rstrip(), file=sys.stderr, flush=True)
+        print(f"{record.title} printed: {_last_lines(ending.printed)}", file=sys.stderr, flush=True)
     if ending.death is not None:
-        begun = record.in_hand or Result(record.trial.first, BEGUN, message=f"{record.title}: before its first case")
+        where = "after one of its cases" if record.results else "before its first case"
+        begun = record.in_hand or Result(record.trial.first, BEGUN, message=f"{record.title}: {where}")
         replay = f"\n  replay: {begun.replay}" if begun.replay else ""
         record.died = begun.part
         take(replace(begun, status="failed", reason=ending.death, message=f"{begun.message}: {ending.death}{replay}"))
 
 
-def _free_memory() -> int:
-    """Bytes of this machine that a process could still take."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+def _last_lines(text: str) -> str:
+    """The end of what was printed; a line's own end where it is long."""
+    lines = [line if len(line) <= _SHOWN_WIDTH else f"...{line[-_SHOWN_WIDTH:]}" for line in text.splitlines()]
+    left_out = [f"(at its end, after {len(lines) - _SHOWN_LINES:,} lines or more)"] if lines[_SHOWN_LINES:] else []
+    return "\n".join([*left_out, *lines[-_SHOWN_LINES:]])
 
 
 def words_of_interruption(records: Sequence[Record]) -> str:
     """What signals left undone."""
+    if not records:
+        return "interrupted while variants were gathered: none was reached"
     done = sum(record.is_whole for record in records)
     partly = [record.title for record in records if record.is_reached and not record.is_whole]
     left = [record.title for record in records if not record.is_reached]

@@ -20,6 +20,7 @@ from tkernels import Registry, SelectionError, VariantError
 from tkernels.contract import Value
 from tkernels.outside import broken_files
 from tkernels.selection import OpAxes, with_parts
+from tkernels.silence import silenced
 from tkernels.variant import AxisRanges
 from tmodel import Architectures, architectures_with, known_architectures
 from tmodel.outside import why_broken
@@ -252,7 +253,8 @@ def _open_registry(layout: Layout, broken: Mapping[Path, str] | None, problems: 
     broken = broken_files(folders) if broken is None else broken
     for index, folder in enumerate(folders):
         try:
-            ops = ops.with_variants_from(folder, broken)
+            with silenced():
+                ops = ops.with_variants_from(folder, broken)
         except (VariantError, tkernels.ContractError) as error:
             problems.append(layout.document.problem(("variants_from", index), str(error)))
     return ops

@@ -74,6 +74,9 @@ def test_one_may_start_from_any_variant_with_a_kernel_and_from_ones_own(tmp_path
     assert variants["second"].kernels.keys() >= {"attend_keys", "combine_parts", "store_part"}
 
 
+NO_NAMES = ("my-own", "my own", "../x", "größe", "_mine", "A", "mineToo", "None", "2nd", "")
+
+
 def files_in(folder: Path) -> dict[Path, str]:
     return {file: file.read_text() for file in folder.rglob("*") if file.is_file()}
 
@@ -83,15 +86,12 @@ def files_in(folder: Path) -> dict[Path, str]:
     [
         (["paged_decod", "x"], "unknown op 'paged_decod': there is add_layer_norm"),
         (["paged_decod", "x"], "did you mean 'paged_decode'?"),
-        (["swiglu", "my-own"], "NAME my-own: must be a Python name"),
-        (["swiglu", "../x"], "NAME ../x: must be a Python name"),
-        (["swiglu", "class"], "NAME class: is a word of Python's own"),
-        (["swiglu", "größe"], "must be a Python name"),
-        (["swiglu", "_mine"], "NAME _mine: files whose names start with _ are no variants"),
+        *((["swiglu", name], f"NAME {name}: {name!r} is no name in lower case as Python") for name in NO_NAMES),
+        (["swiglu", "class"], "NAME class: 'class' is a word of Python's own"),
         (["swiglu", "contract"], "contract.py would define an op"),
-        (["swiglu", "torch"], "swiglu has such a variant already"),
-        (["swiglu", "fused"], "swiglu has such a variant already, in "),
-        (["swiglu", "liger"], "swiglu has such a variant already, in "),
+        (["swiglu", "torch"], "swiglu already has a variant 'torch', in "),
+        (["swiglu", "fused"], "swiglu already has a variant 'fused', in "),
+        (["swiglu", "liger"], "swiglu already has a variant 'liger', in "),
         (["swiglu", "doubled"], "doubled.py exists"),
         (["swiglu", "noted"], "noted.yaml exists"),
         (["dequant_gemm", "x", "--from", "tilde"], "to start from: dequantize_then_matmul, gemv, lookup_gemv, split_k"),

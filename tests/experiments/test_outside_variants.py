@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments.cli import app
+from experiments.commands import choices
 from experiments.commands.choices import choose_variants
 from experiments.document import ExperimentError, read_document
 from experiments.planning.plan import make_sweep
@@ -50,6 +51,31 @@ def test_commands_go_on_without_it_unless_they_are_asked_for_it(two: Path) -> No
     refused = CliRunner().invoke(app, ["check", "--op", "swiglu", "--variants-from", str(two)])
     assert refused.exit_code == 2
     assert f"error: --variants-from: {two / 'swiglu' / 'exits.py'}: cannot be imported: " in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [("exit(0)", "it raised SystemExit: 0"), ("axes['H']", "KeyError: 'H'"), ("print('flood' * 999)", None)],
+)
+def test_what_says_whether_it_is_supported_harms_itself_alone(
+    ends: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_variant(tmp_path, ('wins="never"', f'wins="never", supports=lambda axes, device: {ends}'))
+    monkeypatch.setattr(choices, "broken_files", lambda folders: {})  # a trial asks it less than a list or a check
+    listed = CliRunner().invoke(app, ["ops", "swiglu", "--json", "--variants-from", str(folder)])
+    assert listed.exit_code == 0
+    rows = {row["variant"]: row for row in json.loads(listed.stdout)["variants"]}
+    assert rows["fused"]["supported"]
+    assert rows["doubled"]["supported"] == (said is None)
+    if said is not None:
+        assert f"{folder / 'swiglu' / 'doubled.py'}: cannot be asked what it supports: " in rows["doubled"]["reason"]
+        assert said in rows["doubled"]["reason"]
+    one = ["check", "swiglu", "--variant", "doubled", "--examples", "8", "--variants-from", str(folder)]
+    checked = CliRunner().invoke(app, [*one, "--json"])
+    (summary,) = json.loads(checked.stdout)
+    assert (checked.exit_code, summary["status"]) == ((0, "ok") if said is None else (1, "failed"))
+    assert (said or "flood") in checked.stderr
+    assert capfd.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("op", "variant"), [("swiglu", "mine"), ("swigluy", None)])

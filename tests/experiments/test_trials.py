@@ -19,6 +19,7 @@ from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.commands.trials import BEGUN, Result, Trial, carry_out
+from experiments.exits import Signals
 from tests.experiments.first_failure import make_wrong
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
@@ -48,7 +49,7 @@ def check(variants: list[Variant], capsys: pytest.CaptureFixture[str], axes: Axe
     """(status, a summary of each variant, stderr) of `tk check --json`."""
     request = CheckRequest(as_json=True, **asked)
     subjects = [Subject(variant, axes, None) for variant in variants]
-    status = check_command._run(request, [check_command.make_trial(request, subject) for subject in subjects])
+    status = check_command._run(request, lambda: [check_command.make_trial(request, subject) for subject in subjects])
     out, err = capsys.readouterr()
     return status, json.loads(out), err
 
@@ -76,7 +77,7 @@ def test_a_variant_that_ends_its_process_fails_alone(
     if "timeout" in fault:
         monkeypatch.setattr(check_command, "_SECONDS", 8.0)
     held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    monkeypatch.setattr(trials, "_free_memory", lambda: 2 * (held + 2**30))
+    monkeypatch.setattr(trials, "free_memory", lambda: 2 * (held + 2**30))
     variants = write_two(tmp_path, IMPORTS, (place, f"{place}    {line}\n"))
     status, (bad, good), err = check(variants, capsys, POINT)
     assert status == 1
@@ -133,7 +134,8 @@ def test_a_failure_is_said_before_the_next_case_begins(capsys: pytest.CaptureFix
             yield Result("drawn", "wrong", "off", f"case {number} is wrong\n  replay: tk check {number}")
             said.append(capsys.readouterr().err)
 
-    carry_out("check", [Trial(Subject(OPS["swiglu"].variants["torch"], {}, None), "drawn", 2, cases)], 1.0)
+    trial = Trial(Subject(OPS["swiglu"].variants["torch"], {}, None), "drawn", 2, cases)
+    carry_out("check", lambda: [trial], 1.0, Signals())
     assert ["case 0 is wrong\n  replay: tk check 0" in said[0], "case 1 is wrong" in said[1]] == [True, True]
 
 

@@ -71,11 +71,38 @@ NONSENSE = {
     "parts_are_a_word": (('key=("I",)', 'parts="matmul"'), "parts must be a tuple of ops' names, got 'matmul'"),
     "config_without_it": (("FACTOR=1", 'FACTOR=run.config["FACTOR"]'), "KeyError: 'FACTOR'; its config and workspace"),
     "grid_of_meta": (GRID, "a grid is a tuple of 1 to 3 numbers, read off shapes and run.config; got <function"),
-    "no_such_field": (('key=("I",)', 'keys=("I",)'), "TypeError: Variant.__init__() got an unexpected"),
-    "block_of_three": (('{"": Config()}', '{"": Config(BLOCK=3)}'), "BLOCK must be a power of two, got 3, in line"),
+    "no_such_field": (('key=("I",)', 'keys=("I",)'), "31: a Variant has no field 'keys'; did you mean 'key'?"),
+    "no_claim": (('key=("I",),\n    deterministic=True, ', ""), "30: a Variant has to say deterministic"),
+    "no_name": (('wins="never", launch=launch', '"never", launch=launch'), "fields are given by name; 1 have none"),
+    "block_of_three": (('{"": Config()}', '{"": Config(BLOCK=3)}'), "31: config: BLOCK must be a power of two, got 3"),
+    "a_block_alone": (('{"": Config()}', '{"": Config(64)}'), "31: TypeError: Config.__init__() takes 1 positional"),
+    "supports_is_silent": (('key=("I",)', 'supports=lambda axes, device: ""'), "supports returns '', not None or a"),
     "declares_another": (("VARIANT =", "variant ="), "must define VARIANT, a tkernels.Variant; it has variant"),
     "declares_a_list": (("VARIANT =", "VARIANT = []\nvariant ="), "a tkernels.Variant; its VARIANT is []"),
 }  # fmt: skip
+
+
+WARPS = (
+    ('{"": Config()}', '{"": Config(num_warps=64, BLOCK=3), "sm90": Config(BLOCK=2.5)}'),
+    ("configs=(Config(), Config(num_warps=8))", "configs=(Config(BLOCK=0),)"),
+    ('key=("I",)', 'keyz=("Q",), key=("Q",), limits={"BLOCK": (16, 32)}'),
+    ("FACTOR=1", "FACTR=1"),
+)
+"""What used to end the import, and what it hid."""
+SAID_OF_WARPS = [
+    (24, "swiglu_warps has no parameter 'FACTR'; did you mean 'FACTOR'?"),
+    (24, "swiglu_warps is not given FACTOR"),
+    (31, "config: BLOCK must be a power of two, got 3; num_warps must be at most 32, got 64"),
+    (31, "config: BLOCK must be an integer of at least 1, got 2.5"),
+    (31, "config: BLOCK must be an integer of at least 1, got 0"),
+    (31, "a Variant has no field 'keyz'; did you mean 'key'?"),
+    (31, "key names no axis of swiglu: ['Q']"),
+    (31, "default names no architecture: 'sm90'"),
+    (31, "BLOCK must be from 16 to 32, got 0"),
+    (31, "BLOCK must be from 16 to 32, got 3"),
+    (31, "BLOCK must be from 16 to 32, got 2.5"),
+]
+NAMES = ["my-own", "my own", "mineToo", "class", "2nd"]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +110,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_variant(tmp_path_factory.mktemp("outside").resolve())
     (folder / "paged_decode").mkdir()
     (folder / "paged_decode" / "first.py").write_text(FIRST)
+    write_variant(folder, ("swiglu_doubled", "swiglu_warps"), *WARPS, name="warps")
+    for name in NAMES:
+        write_variant(folder, ('{"": Config()}', "{}"), name=name)
     for name, (change, _) in NONSENSE.items():
         renamed = "swiglu_doubled", f"swiglu_{name}"
         before, after = (text.replace(*renamed) for text in change)
@@ -103,6 +133,25 @@ def test_all_that_a_first_variant_breaks_is_said_at_once_with_its_lines(folder: 
         assert line.startswith(f"{file}:{number}: {text}"), line
 
 
+def test_what_a_config_or_variant_refuses_hides_nothing(folder: Path, broken: dict[Path, str]) -> None:
+    file = folder / "swiglu" / "warps.py"
+    lines = broken[file].splitlines()
+    for number, text in SAID_OF_WARPS:
+        assert [line for line in lines if line.startswith(f"{file}:{number}: {text}")], text
+    assert len(lines) == len(SAID_OF_WARPS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_that_no_variant_may_have_is_said_once_beside_the_rest(
+    name: str, folder: Path, broken: dict[Path, str]
+) -> None:
+    file = folder / "swiglu" / f"{name}.py"
+    named, rest = broken[file].splitlines()
+    assert named.startswith(f"{file}: the name of a variant's file: {name!r} is ")
+    assert "default must have an entry for every other architecture" in rest
+    assert OPS["swiglu"].fault_of_name(name) in named
+
+
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_named_with_its_fault(name: str, folder: Path, broken: dict[Path, str]) -> None:
     file = folder / "swiglu" / f"{name}.py"
@@ -112,7 +161,7 @@ def test_nonsense_is_named_with_its_fault(name: str, folder: Path, broken: dict[
 
 
 def test_nonsense_harms_itself_alone(folder: Path, broken: dict[Path, str]) -> None:
-    assert {file.stem for file in broken} == {*NONSENSE, "first"}
+    assert {file.stem for file in broken} == {*NONSENSE, *NAMES, "first", "warps"}
     ops = OPS.with_variants_from(folder, broken)
     assert set(ops["swiglu"].variants) == {*OPS["swiglu"].variants, "doubled"}
 

@@ -181,10 +181,11 @@ def test_a_broken_folder_is_refused_by_its_file(files: dict[str, str], message: 
         (tmp_path / name).write_text(text)
     with pytest.raises(ArchitectureError, match=message):
         architectures_with([tmp_path])
-    told: list[tuple[str, str]] = []
-    prepare_imports(None)([str(tmp_path)])(told.append)  # as the process does that imports them first
-    ((kind, said),) = told
-    assert kind == "fault"
+    told: list[tuple[int, str, str]] = []
+    asked = {"tasks": [[str(tmp_path)]], "seconds": 60.0}
+    prepare_imports(None)(asked)(told.append)  # as the process does that imports them first
+    (_, kind, said), (_, last, _) = told
+    assert (kind, last) == ("fault", "ended")
     assert re.search(message, said)
     with pytest.raises(ArchitectureError, match="architectures_from: .*nowhere is not a folder"):
         architectures_with([tmp_path / "nowhere"])
