@@ -184,6 +184,7 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     triton_interpreter.typed_range = typed_range  # the names of that module are a rewritten kernel's
     triton_interpreter.FunctionRewriter.ast_transformer = _TypedLoops()
     triton_interpreter._patch_lang = _patch_once(triton_interpreter._patch_lang)
+    builder.loop_values = lambda self, values: values  # all of them, where no check replaces it
     builder.create_masked_load = undefined_load
     builder.cast_impl = rounding_cast
     builder.create_fp_to_fp = rounding_fp_to_fp
@@ -215,7 +216,7 @@ def typed_range(first: Any, second: Any = None, step: Any = None, **options: Any
     semantic = triton_interpreter.interpreter_semantic
     kind = functools.reduce(semantic.integer_promote_impl, (semantic.to_tensor(end).dtype for end in ends))
     dtype = triton_interpreter._get_np_dtype(kind)
-    for value in range(*ends):
+    for value in triton_interpreter.interpreter_builder.loop_values(range(*ends)):
         yield tl.tensor(triton_interpreter.TensorHandle(np.array([value], dtype=dtype), kind), kind)
 
 
