@@ -32,6 +32,9 @@ FAKED_STRIDE = 2**30
 _WIDEST_DEVICE = replace(INTERPRETER, multiprocessors=1024)
 """More than any GPU has."""
 
+_STEPS = (16, 64, 256, 1024, 2**63)
+"""Sizes up to which a launcher may choose one way and another beyond."""
+
 
 def _faked_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """FAKED_STRIDE for every dim but the last."""
@@ -71,17 +74,18 @@ def _fake_parts(value: Any) -> Any:
 
 
 def _large_buffers(variant: Variant, axes: Axes, config: Config) -> set[str]:
-    """The buffers of a workspace that have 2**31 elements or more at some sizes: with each size alone, or all, at
-    the largest that the op allows. Scratch for each program of a device has none, and its strides are as they are.
+    """The buffers of a workspace that have 2**31 elements or more at some sizes: each size is grown in steps, with the
+    others as they are and at the largest that the op allows. Scratch for each program of a device is none of these, and
+    its strides are as they are.
     """
     largest = {axis.name: axis.high for axis in variant.contract.axes if isinstance(axis, Int) and axis.name in axes}
     found: set[str] = set()
-    for grown in ({}, largest, *({name: high} for name, high in largest.items())):
+    for others, (name, high), step in itertools.product(({}, largest), largest.items(), _STEPS):
         try:
-            buffers = variant.workspace({**axes, **grown}, config, _WIDEST_DEVICE)
+            buffers = variant.workspace({**axes, **others, name: min(step, high)}, config, _WIDEST_DEVICE)
         except Exception:  # sizes that do not go together: all that is known is how large they are here
             return {*variant.workspace(axes, config, _WIDEST_DEVICE)}
-        found |= {name for name, one in buffers.items() if math.prod(one.shape) >= 2 * FAKED_STRIDE}
+        found |= {key for key, one in buffers.items() if math.prod(one.shape) >= 2 * FAKED_STRIDE}
     return found
 
 
