@@ -143,8 +143,8 @@ _WIDE_TRIES = 40
 
 RANKS = (0,) * 8 + (1, 2, 3, 4)
 """Of each try at a case of small sizes: the smallest several times first, for a variant may take one coding of four."""
-_FAR_PROGRAMS, _FAR_FLOPS = 260, 600_000
-"""Of a far case: the latter bounds the loops within a program."""
+_FAR_PROGRAMS, FAR_FLOPS = 260, 600_000
+"""Of a far case: the latter, also of a grown one, bounds the loops within a program."""
 
 
 _Plan = tuple[Axes, Config | None, bool]
@@ -236,7 +236,7 @@ def _far_case(
             except ContractError:
                 continue
             case = variant.contract.case(axes, seed + attempt, device)
-            if case.flops > _FAR_FLOPS:
+            if case.flops > FAR_FLOPS:
                 break
             bound, _ = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
             if variant.unsupported_reason(bound, device, device_facts(device)):

@@ -16,7 +16,7 @@ from tkernels.contract import Axes, Case, Choose, ContractError, Int
 from tkernels.device import device_facts
 from tkernels.variant import Variant
 from tkernels.verification.covering import chooser
-from tkernels.verification.draws import GROWN_SEED, RANKS, smallest_sizes
+from tkernels.verification.draws import FAR_FLOPS, GROWN_SEED, RANKS, smallest_sizes
 from tkernels.verification.dry_run import dry_run
 from tkernels.verification.size_limits import far_sizes
 
@@ -40,7 +40,7 @@ def grown_cases(
     """Of each size that a launch's grid grows with a case of the first at which it has, beside the smallest others.
 
     In these each choice is the contract's first; where no size that is drawn is enough, one of drawn choices follows.
-    None where that takes more than `most` programs.
+    None where that takes more than `most` programs, or more arithmetic than a far case may.
     """
     where, held = torch.device(device), fixed or {}
     sizes = _sizes_by_axis(variant, held)
@@ -52,7 +52,11 @@ def grown_cases(
         for grid, fewest in islice(taken, 1):
             for axis, candidates in sizes.items():
                 case = grid.grown(axis, candidates, fewest, most)
-                if case is not None and (is_first or int(case.axes[axis.name]) > max(axis.draws)):
+                if (
+                    case is not None
+                    and case.flops <= FAR_FLOPS
+                    and (is_first or int(case.axes[axis.name]) > max(axis.draws))
+                ):
                     yield case, chosen
 
 
