@@ -36,7 +36,7 @@ from tkernels.verification.sanitizers.base import (
     Sanitizer,
     find_plain_fault,
     inspect_case,
-    planned_draws,
+    planned_cases,
     sanitizer_cases,
     unfit_reason,
 )
@@ -92,7 +92,9 @@ def _named_sanitizers(text: str) -> list[Sanitizer]:
 def _make_trial(request: CheckRequest, subject: Subject, sanitizers: Sequence[Sanitizer]) -> Trial:
     fit = [sanitizer for sanitizer in sanitizers if not unfit_reason(sanitizer, subject.variant)]
     planned = sum(
-        1 if subject.is_one_case else planned_draws(sanitizer, subject.variant, request.examples, subject.config)
+        1
+        if subject.is_one_case
+        else planned_cases(sanitizer, subject.variant, request.examples, subject.axes, subject.config)
         for sanitizer in fit
     )
     first = fit[0].name if fit else ""

@@ -84,8 +84,48 @@ STORES = {
     ),
 }
 
+COUNTER = ("def launch(", "COUNTER = torch.zeros(4, dtype=torch.int32)\nKEPT = {}\n\n\ndef launch(")
+OLDER = "which was there before the call and is neither an argument of swiglu nor workspace"
+
+# What outlives the call and is nobody's: the next call, and one beside it, begin with what is left there.
+STORES |= {
+    "counter_of_the_module": Planted(
+        "swiglu.doubled",
+        ("run.launch(swiglu_doubled_touch, (1,), ptr=COUNTER)",),
+        (touching("swiglu", "doubled", "tl.atomic_add(ptr, 1)"), COUNTER),
+        f"atomic on 'ptr', {OLDER}",
+    ),
+    "a_view_of_the_modules": Planted(
+        "swiglu.doubled",
+        ("run.launch(swiglu_doubled_touch, (1,), ptr=COUNTER.view(2, 2)[1:].view(torch.uint8))",),
+        (touching("swiglu", "doubled", "tl.store(ptr + 1, tl.load(ptr + 1))"), COUNTER),
+        f"store to 'ptr', {OLDER}",
+    ),
+    "kept_from_the_first_call": Planted(
+        "swiglu.doubled",
+        (
+            "kept = KEPT.setdefault('count', torch.zeros(1, dtype=torch.int32, device=out.device))",
+            "run.launch(swiglu_doubled_touch, (1,), ptr=kept)",
+        ),
+        (touching("swiglu", "doubled", "tl.atomic_add(ptr, 1)"), COUNTER),
+        f"atomic on 'ptr', {OLDER}",
+    ),
+}
+
 # What launchers write on the host, and put back.
 HOST_WRITES = {
+    "counted_on_the_host": Planted(
+        "swiglu.doubled",
+        ("COUNTER[:1].add_(1)",),
+        (COUNTER,),
+        "add_ writes a tensor that was there before the call and is neither an argument of swiglu nor workspace",
+    ),
+    "copied_into_the_modules": Planted(
+        "rms_norm.row_per_program",
+        ("COUNTER.copy_(torch.ones(4))",),
+        (COUNTER,),
+        "copy_ writes a tensor that was there before the call",
+    ),
     "scaled_and_back": Planted(
         "rms_norm.row_per_program",
         ("weight.mul_(2)", "weight.div_(2)"),
@@ -196,6 +236,29 @@ SILENT = {
     ),
     "products_of_torch": Planted("dequant_gemm.dequantize_then_matmul"),
     "descriptors": Planted("matmul.tensor_descriptor"),
+    "counter_of_its_call": Planted(
+        "swiglu.doubled",
+        (
+            "count = torch.zeros(4, dtype=torch.int32, device=out.device)",
+            "count.add_(1)",
+            "run.launch(swiglu_doubled_touch, (1,), ptr=count.view(2, 2)[1])",
+            "run.launch(swiglu_doubled_touch, (1,), ptr=torch.stack([count, count]).t().contiguous())",
+            "run.launch(swiglu_doubled_touch, (1,), ptr=torch.arange(4, device=out.device).expand(2, 4)[1:])",
+        ),
+        (touching("swiglu", "doubled", "tl.atomic_add(ptr, 1)"),),
+    ),
+    "table_of_the_module_that_is_read": Planted(
+        "swiglu.doubled",
+        (
+            "run.launch(swiglu_doubled_touch, (1,), ptr=COUNTER, to=torch.empty_like(COUNTER))",
+            "twice = torch.add(COUNTER, COUNTER)",
+        ),
+        (
+            touching("swiglu", "doubled", "tl.store(to, tl.load(ptr))"),
+            ("swiglu_doubled_touch(ptr)", "swiglu_doubled_touch(ptr, to)"),
+            COUNTER,
+        ),
+    ),
 }
 
 

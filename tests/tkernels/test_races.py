@@ -163,6 +163,83 @@ def reads_back(out_ptr, x_ptr, BLOCK: tl.constexpr, HOW: tl.constexpr):
 
 
 @triton.jit
+def back_to_front(out_ptr, x_ptr, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    """A row is loaded and stored back to front in its place; HOW says what stands between."""
+    row, offs = out_ptr + tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    tl.store(row + offs, tl.load(x_ptr + tl.program_id(0) * BLOCK + offs))
+    tl.debug_barrier()
+    x = tl.load(row + offs)
+    if HOW == "barrier":
+        tl.debug_barrier()
+    elif HOW == "a sum":
+        x += tl.sum(x)
+    elif HOW == "a sum under a name nobody reads":
+        unread = tl.sum(x)  # noqa: F841  what is meant
+    elif HOW == "a scan":
+        x = tl.cumsum(x, axis=0)
+    elif HOW == "a sum of something else":
+        x += tl.sum(tl.load(x_ptr + offs))
+    elif HOW == "a dot":
+        x = tl.sum(
+            tl.dot(x[:, None] + tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)), axis=1
+        )
+    elif HOW == "nothing new":
+        x = tl.load(row + (BLOCK - 1 - offs))
+    elif HOW == "added":
+        tl.atomic_add(row + (BLOCK - 1 - offs), x)
+    if HOW != "added":
+        tl.store(row + (BLOCK - 1 - offs), x)
+
+
+@triton.jit
+def turned_in_registers(out_ptr, parts_ptr, x_ptr, BLOCK: tl.constexpr, HOW: tl.constexpr):
+    """A row that is loaded in one shape and stored in another, made of what was there: pairs are swapped."""
+    row, offs = out_ptr + tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    half = tl.arange(0, BLOCK // 2)
+    tl.store(row + offs, tl.load(x_ptr + tl.program_id(0) * BLOCK + offs))
+    tl.debug_barrier()
+    if HOW == "split":
+        first, second = tl.split(tl.reshape(tl.load(row + offs), (BLOCK // 2, 2)))
+        tl.store(row + 2 * half, first + 1.0)
+        tl.store(row + 2 * half + 1, second + 2.0)
+    elif HOW == "joined":
+        tl.store(row + offs, tl.interleave(tl.load(row + 2 * half) + 1.0, tl.load(row + 2 * half + 1) + 2.0))
+    elif HOW == "gathered":
+        tl.store(row + offs, tl.gather(tl.load(row + offs), BLOCK - 1 - offs, axis=0))
+    elif HOW == "halves":  # another shape, without a word to say why
+        x = tl.load(row + offs)
+        tl.store(row + half, tl.load(x_ptr + half) + 3.0)
+        tl.store(parts_ptr + tl.program_id(0) * BLOCK + offs, x)
+    elif HOW == "one for all":
+        x = tl.load(row)
+        tl.store(row + offs, x + tl.load(x_ptr + offs))
+
+
+@triton.jit
+def scratch_again(out_ptr, parts_ptr, x_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
+    """Rows go through one row of scratch, in which threads load what others stored."""
+    offs = tl.arange(0, BLOCK)
+    scratch = parts_ptr + tl.program_id(0) * BLOCK
+    for row in range(2):
+        tl.store(scratch + offs, tl.load(x_ptr + ((tl.program_id(0) + row) % 4) * BLOCK + offs))
+        tl.debug_barrier()
+        turned = tl.load(scratch + (BLOCK - 1 - offs))
+        if BARRIER:
+            tl.debug_barrier()
+        tl.store(out_ptr + tl.program_id(0) * BLOCK + offs, turned)
+
+
+@triton.jit
+def clears_and_adds(out_ptr, x_ptr, BLOCK: tl.constexpr, BARRIER: tl.constexpr):
+    """A program clears a row and adds to it, with other threads."""
+    row, offs = out_ptr + tl.program_id(0) * BLOCK, tl.arange(0, BLOCK)
+    tl.store(row + offs, tl.zeros((BLOCK,), tl.float32))
+    if BARRIER:
+        tl.debug_barrier()
+    tl.atomic_add(row + offs // 2, tl.load(x_ptr + offs))
+
+
+@triton.jit
 def arrive(count_ptr):
     """One more; how many there were."""
     return tl.atomic_add(count_ptr, 1)
@@ -262,6 +339,17 @@ SOUND: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "an atomic whose caller reads its result": (reads_others_behind_an_atomic, {"RESULT": "read by the caller"}),
     "an acquire for all": (acquires_aside, {"READ": True}),
     "an exchange that succeeds": (exchanges, {"EXPECTED": 0}),
+    "back to front behind a barrier": (back_to_front, {"HOW": "barrier"}),
+    "back to front behind a sum": (back_to_front, {"HOW": "a sum"}),
+    "back to front behind a sum of something else": (back_to_front, {"HOW": "a sum of something else"}),
+    "back to front behind a scan": (back_to_front, {"HOW": "a scan"}),
+    "back to front behind a dot": (back_to_front, {"HOW": "a dot"}),
+    "back to front what is there": (back_to_front, {"HOW": "nothing new"}),
+    "pairs split in registers": (turned_in_registers, {"HOW": "split"}),
+    "pairs joined in registers": (turned_in_registers, {"HOW": "joined"}),
+    "a row gathered in registers": (turned_in_registers, {"HOW": "gathered"}),
+    "scratch again behind a barrier": (scratch_again, {"BARRIER": True}),
+    "cleared, a barrier, added": (clears_and_adds, {"BARRIER": True}),
     "a persistent grid": (persistent, {"rows": PROGRAMS, "grid": 3}),
     "a persistent grid of one": (persistent, {"rows": PROGRAMS, "grid": 1}),
 }
@@ -286,6 +374,13 @@ RACING: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "an atomic as a statement": (reads_others_behind_an_atomic, {"RESULT": "dropped"}),
     "an atomic as a function's statement": (reads_others_behind_an_atomic, {"RESULT": "dropped by the caller"}),
     "an atomic under a name nobody reads": (reads_others_behind_an_atomic, {"RESULT": "only named"}),
+    "back to front": (back_to_front, {"HOW": "nothing"}),
+    "back to front behind a sum that nobody reads": (back_to_front, {"HOW": "a sum under a name nobody reads"}),
+    "added back to front": (back_to_front, {"HOW": "added"}),
+    "half of what was loaded stored over": (turned_in_registers, {"HOW": "halves"}),
+    "one's that all threads load stored over": (turned_in_registers, {"HOW": "one for all"}),
+    "scratch again": (scratch_again, {"BARRIER": False}),
+    "cleared and added": (clears_and_adds, {"BARRIER": False}),
     "an acquire for one thread": (acquires_aside, {"READ": False}),
     "an exchange that fails": (exchanges, {"EXPECTED": 99}),
     "lanes read what others acquired": (lanes_signal, {"BARRIER": False}),
@@ -319,6 +414,17 @@ def test_a_race_names_both_lines_programs_and_the_element() -> None:
         "tl.store(parts_ptr + program * BLOCK + offs, part)",
         "total += tl.load(parts_ptr + other * BLOCK + offs)",
     ]
+
+
+def test_a_race_of_threads_names_both_lines_and_what_each_does() -> None:
+    with pytest.raises(RaceError) as raised:
+        launch(scratch_again, None, BARRIER=False)
+    message = str(raised.value)
+    assert "of threads of program (0, 0, 0), which need a tl.debug_barrier(): one loads it at " in message
+    assert "; another stores it at " in message
+    source = Path(__file__).read_text().splitlines()
+    lines = [source[int(place) - 1].strip() for place in re.findall(r"py:(\d+) in scratch_again", message)]
+    assert [line.partition("(")[0] for line in lines] == ["turned = tl.load", "tl.store"]
 
 
 def test_a_race_in_a_shared_function_names_its_caller_too() -> None:

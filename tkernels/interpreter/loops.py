@@ -31,5 +31,5 @@ def typed_range(first: Any, second: Any = None, step: Any = None, **options: Any
     semantic = triton_interpreter.interpreter_semantic
     kind = functools.reduce(semantic.integer_promote_impl, (semantic.to_tensor(end).dtype for end in ends))
     dtype = triton_interpreter._get_np_dtype(kind)
-    for value in range(*ends):
+    for value in triton_interpreter.interpreter_builder.loop_values(range(*ends)):
         yield tl.tensor(triton_interpreter.TensorHandle(np.array([value], dtype=dtype), kind), kind)

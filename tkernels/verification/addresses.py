@@ -66,7 +66,7 @@ class Extent:
         return inside, rest
 
 
-def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def launch_tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors among a launch's arguments, and those under its tensor descriptors."""
     bases = {n: value.base if isinstance(value, TensorDescriptor) else value for n, value in arguments.items()}
     return {name: value for name, value in bases.items() if isinstance(value, torch.Tensor)}
@@ -74,14 +74,14 @@ def _tensors(arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def place_of(arguments: Mapping[str, Any], address: int) -> str:
     """An address in words, counted from where the nearest tensor begins."""
-    tensors = _tensors(arguments)
+    tensors = launch_tensors(arguments)
     near = min(tensors, key=lambda name: abs(address - tensors[name].data_ptr()))
     return f"byte {address - tensors[near].data_ptr()} of {near!r}"
 
 
 def _extents(arguments: Mapping[str, Any]) -> list[Extent]:
     """Of the tensors of a launch, whatever shape its descriptors claim."""
-    return [Extent.of(name, value) for name, value in _tensors(arguments).items()]
+    return [Extent.of(name, value) for name, value in launch_tensors(arguments).items()]
 
 
 def _refuse_unknown(kernel: Any, arguments: Mapping[str, Any]) -> None:

@@ -58,7 +58,8 @@ def call(
 
     Raises:
         NotZeroError: A workspace that is declared zero is not left so, where `watch_zeroed` asks for it.
-        ReadOnlyError: An interpreted kernel stores to an argument that the op only reads, wrapped by the interpreter.
+        ReadOnlyError: An interpreted kernel stores to an argument that the op only reads, wrapped by the interpreter;
+            or it or the launcher writes to what was there before the call and is not of it.
         HostAccessError: The launcher reads a tensor's values on the host, or writes there what the op only reads.
         Whatever the variant raises.
     """
@@ -95,8 +96,8 @@ def _launch(
         name: place(torch.full(b.shape, 0 if b.zeroed else fill(name, b.dtype), dtype=b.dtype, device=device))
         for name, b in buffers.items()
     }
-    run = Run(facts, axes, config, workspace, refusing_stores(door, contract, bound))
-    variant.run_launcher(run, outputs, bound)
+    with refusing_stores(door, contract, bound, [*outputs.values(), *workspace.values()]) as guarded:
+        variant.run_launcher(Run(facts, axes, config, workspace, guarded), outputs, bound)
     dry_run(variant, bound, axes, config, facts)  # afterwards: what a launcher keeps by shape is a real tensor by now
     left = sorted(name for name, b in buffers.items() if b.zeroed and watch_zeroed and workspace[name].any())
     if left:

@@ -135,18 +135,18 @@ def _cases_inside(
             yield drawn
 
 
-WIDE_SEED, FAR_SEED = 500_000, 600_000
-"""Added to the seed of wide and far cases, so that no drawn case has the same."""
+WIDE_SEED, FAR_SEED, GROWN_SEED = 500_000, 600_000, 700_000
+"""Added to the seed of wide, far and grown cases, so that no drawn case has the same."""
 _FEWEST_WIDE = 2
 _WIDE_PROGRAMS = 512
 """The sizes bound the cost: a thousand keys or features in the interpreter's small blocks."""
 _WIDE_TRIES = 40
 
 
-_FAR_RANKS = (0,) * 8 + (1, 2, 3, 4)
-"""Of each try at a far case: the smallest sizes several times first, for a variant may take one coding of four."""
-_FAR_PROGRAMS, _FAR_FLOPS = 260, 600_000
-"""Of a far case: the latter bounds the loops within a program."""
+RANKS = (0,) * 8 + (1, 2, 3, 4)
+"""Of each try at a case of small sizes: the smallest several times first, for a variant may take one coding of four."""
+_FAR_PROGRAMS, FAR_FLOPS = 260, 600_000
+"""Of a far case: the latter, also of a grown one, bounds the loops within a program."""
 
 
 _Plan = tuple[Axes, Config | None, bool]
@@ -231,14 +231,14 @@ def _far_case(
 ) -> tuple[Case, Config | None] | None:
     """One size as large as an interpreter bears beside the smallest others, with the config of the fewest programs."""
     for size in far_sizes(axis):
-        for attempt, rank in enumerate(_FAR_RANKS):
-            smallest = _smallest(variant.contract, seed + attempt, rank)
+        for attempt, rank in enumerate(RANKS):
+            smallest = smallest_sizes(variant.contract, chooser(seed + attempt), rank)
             try:
                 axes = variant.contract.draw_axes(smallest, {**fixed, axis.name: size})
             except ContractError:
                 continue
             case = variant.contract.case(axes, seed + attempt, device)
-            if case.flops > _FAR_FLOPS:
+            if case.flops > FAR_FLOPS:
                 break
             bound, _ = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
             if variant.unsupported_reason(bound, device, device_facts(device)):
@@ -273,9 +273,10 @@ def _fewest_programs(variant: Variant, case: Case, device: torch.device) -> tupl
     return best, counts[best]
 
 
-def _smallest(contract: Contract, seed: int, rank: int) -> Choose:
-    """Draws the smallest sizes, or the next ones by `rank`, and nothing that hides what the others do."""
-    choose_one = chooser(seed)
+def smallest_sizes(contract: Contract, choose_one: Choose, rank: int) -> Choose:
+    """Takes the smallest sizes, or the next ones by `rank`, and nothing that hides what the others do; `choose_one`
+    takes what is no size.
+    """
 
     def choose(name: str, candidates: Sequence[Value]) -> Value:
         axis = contract.axis_by_name[name]

@@ -167,7 +167,7 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _written_by(func, args, kwargs):
+        for tensor in written_by(func, args, kwargs):
             # Of a view that it made itself a launcher may change the shape.
             reshapes = torch.Tag.inplace_view in func.tags
             name = self._callers.get(id(tensor)) if reshapes else self._read_only(tensor)
@@ -191,7 +191,7 @@ class _Writes(TorchDispatchMode):
         )
 
 
-def _written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def written_by(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operation writes, by what its schema says."""
     schema = getattr(func, "_schema", None)
     for index, argument in enumerate(schema.arguments if schema is not None else ()):

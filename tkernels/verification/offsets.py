@@ -7,6 +7,7 @@ only the pages that hold an element are ever backed by memory.
 """
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tkernels.config import Config
-from tkernels.contract import Case
+from tkernels.contract import Axes, Case, Int
 from tkernels.device import INTERPRETER
 from tkernels.inputs import map_tensors, tensors_in
 from tkernels.interpreter.replaced import overflow_checks
@@ -26,6 +27,13 @@ from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_p
 
 FAKED_STRIDE = 2**30
 """Below 2**31, or Triton would pass the stride itself as int64 and hide the fault."""
+
+
+_WIDEST_DEVICE = replace(INTERPRETER, multiprocessors=1024)
+"""More than any GPU has."""
+
+_STEPS = (16, 64, 256, 1024, 2**63)
+"""Sizes up to which a launcher may choose one way and another beyond."""
 
 
 def _faked_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -65,6 +73,22 @@ def _fake_parts(value: Any) -> Any:
     return value
 
 
+def _large_buffers(variant: Variant, axes: Axes, config: Config) -> set[str]:
+    """The buffers of a workspace that have 2**31 elements or more at some sizes: each size is grown in steps, with the
+    others as they are and at the largest that the op allows. Scratch for each program of a device is none of these, and
+    its strides are as they are.
+    """
+    largest = {axis.name: axis.high for axis in variant.contract.axes if isinstance(axis, Int) and axis.name in axes}
+    found: set[str] = set()
+    for others, (name, high), step in itertools.product(({}, largest), largest.items(), _STEPS):
+        try:
+            buffers = variant.workspace({**axes, **others, name: min(step, high)}, config, _WIDEST_DEVICE)
+        except Exception:  # sizes that do not go together: all that is known is how large they are here
+            return {*variant.workspace(axes, config, _WIDEST_DEVICE)}
+        found |= {key for key, one in buffers.items() if math.prod(one.shape) >= 2 * FAKED_STRIDE}
+    return found
+
+
 def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     """Runs a Triton variant on faked strides; raises InterpreterError where an int32 offset overflows.
 
@@ -82,7 +106,11 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
 
     def launch(run: Run, *args: Any, **kwargs: Any) -> None:
         assert variant.launch is not None
-        faked = {name: _fake_strides(t) if t.is_floating_point() else t for name, t in run.workspace.items()}
+        large = _large_buffers(variant, axes, config)
+        faked = {
+            name: _fake_strides(t) if name in large and t.is_floating_point() else t
+            for name, t in run.workspace.items()
+        }
         variant.launch(replace(run, workspace=faked), *args, **kwargs)
 
     kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)

@@ -32,9 +32,8 @@ from tkernels.verification.addresses import place_of, sanitizing_door
 from tkernels.verification.calls import call
 from tkernels.verification.program_order import permuted_programs, programs_of
 from tkernels.verification.sites import Site, describe_site, kernel_site, result_is_used
-from tkernels.verification.threads import ThreadOrder, ThreadRace
+from tkernels.verification.threads import ATOMIC, READ, WRITE, ThreadOrder, ThreadRace, watch_crossings
 
-READ, WRITE, ATOMIC = range(3)
 _VERBS = {READ: "loads", WRITE: "stores", ATOMIC: "updates"}
 
 
@@ -108,7 +107,7 @@ class History:
 
     def add_barrier(self, program: int) -> None:
         """All threads of the program have done what stands before, and know what any of them has acquired."""
-        self.threads.add_barrier(program)
+        self.threads.add_barrier()
         self._clocks[program] = np.maximum(self._clocks[program], self._pending[program])
         self._published[program] = self._clocks[program]
         self._clocks[program, program] += 1
@@ -265,7 +264,7 @@ class _Recorder:
         site = kernel_site()
         self.history.add(kind, self.program, site, where, width, stored, releases)
         if kind != ATOMIC:
-            self.history.threads.add(self.program, addresses, live, site, stored)
+            self.history.threads.add(kind, self.program, where, live, site, stored)
         return where
 
     def note_atomic(self, pointers: Any, mask: np.ndarray, writes: np.ndarray, sem: Any, scope: Any) -> None:
@@ -276,6 +275,7 @@ class _Recorder:
             return
         failed = self.note(ATOMIC, pointers, mask & ~writes)
         written = self.note(ATOMIC, pointers, writes, releases=sem in _RELEASES)
+        self.history.threads.add(ATOMIC, self.program, written, writes, kernel_site())
         # One thread makes a single atomic, and its result, where somebody reads it, reaches the others through a
         # barrier. In PTX (Triton 3.7, sm_80 and sm_90), with x stored before and loaded after:
         #     tl.atomic_add(c, 1)        seen = tl.atomic_add(c, 1)
@@ -288,7 +288,7 @@ class _Recorder:
         # Of a block each lane's result is its own thread's.
         by_all = pointers.data.size == 1 and result_is_used()
         if by_all:
-            self.history.threads.add_barrier(self.program)
+            self.history.threads.add_barrier()
         if sem in _ACQUIRES:
             self.history.acquire(self.program, np.concatenate([failed, written]), by_all)
         if sem in _RELEASES:
@@ -327,13 +327,14 @@ def recorded_accesses(grid: tuple[int, ...]) -> Iterator[History]:
         recorder.history.add_barrier(recorder.program)
         return barrier()
 
-    with replaced_methods(
+    noting = replaced_methods(
         create_masked_load=noted_load,
         create_masked_store=noted_store,
         create_atomic_rmw=noted_rmw,
         create_atomic_cas=noted_cas,
         create_barrier=noted_barrier,
-    ):
+    )
+    with noting, watch_crossings(recorder.history.threads):
         yield recorder.history
 
 
@@ -353,7 +354,8 @@ def describe_thread_race(race: ThreadRace, grid: tuple[int, ...], arguments: Map
     place, program = place_of(arguments, race.address), programs_of(grid)[race.program]
     return (
         f"nothing orders two accesses to {place} of threads of program {program}, which need a tl.debug_barrier(): one "
-        f"stores it at {describe_site(race.earlier)}; another accesses it at {describe_site(race.later)}"
+        f"{_VERBS[race.earlier[0]]} it at {describe_site(race.earlier[1])}; another {_VERBS[race.later[0]]} it at "
+        f"{describe_site(race.later[1])}"
     )
 
 

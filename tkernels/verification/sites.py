@@ -40,12 +40,19 @@ def result_is_used() -> bool:
     """
     for frame in _frames_below(LAUNCH, FOREIGN):
         dropped, returned = _results(frame.f_code)
-        _, line, _, column = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-        if (line, column) in dropped:
+        end = _end_of_call(frame.f_code, frame.f_lasti)
+        if end in dropped:
             return False
-        if (line, column) not in returned:
+        if end not in returned:
             return True
     return False
+
+
+@functools.cache
+def _end_of_call(code: CodeType, instruction: int) -> tuple[int | None, int | None]:
+    """The line and column behind the call that an instruction makes."""
+    _, line, _, column = list(code.co_positions())[instruction // 2]
+    return line, column
 
 
 _Ends = frozenset[tuple[int | None, int | None]]

@@ -15,6 +15,7 @@ from tkernels.variant import Variant
 from tkernels.verification.calls import call
 from tkernels.verification.check import outside_folder, replay_command
 from tkernels.verification.draws import chooser, draw
+from tkernels.verification.grown_cases import count_grown_cases, grown_cases
 from tkernels.verification.kernel_errors import describe_error
 from tkernels.verification.size_limits import first_supported
 
@@ -38,6 +39,7 @@ class Sanitizer:
         draws: How many cases a run over the registry takes; with `each_config`, for each config of the variant.
         max_programs: Of a drawn case.
         fixed: Axes that every other draw holds, where the op has them.
+        grows: It looks at what programs do to each other, and so takes the `grown_cases` of a variant beside its draws.
         interpreted: It watches the interpreter; otherwise it also runs where kernels are compiled.
     """
 
@@ -50,6 +52,7 @@ class Sanitizer:
     max_programs: int = 16
     each_config: bool = False
     fixed: Mapping[str, Value] = field(default_factory=dict)
+    grows: bool = False
     interpreted: bool = True
 
 
@@ -101,10 +104,20 @@ def find_plain_fault(variant: Variant, case: Case, config: Config | None) -> str
     return None
 
 
-def planned_draws(
-    sanitizer: Sanitizer, variant: Variant, examples: int | None = None, config: Config | None = None
+def planned_cases(
+    sanitizer: Sanitizer,
+    variant: Variant,
+    examples: int | None = None,
+    fixed: Axes | None = None,
+    config: Config | None = None,
 ) -> int:
-    """How many cases a variant is to get: as many as asked for, else the sanitizer's own number."""
+    """How many cases a variant is to get at most: its draws, and what the sanitizer takes beside them."""
+    grown = count_grown_cases(variant, fixed) if sanitizer.grows else 0
+    return _planned_draws(sanitizer, variant, examples, config) + grown
+
+
+def _planned_draws(sanitizer: Sanitizer, variant: Variant, examples: int | None, config: Config | None) -> int:
+    """As many as asked for, else the sanitizer's own number."""
     if examples is not None:
         return examples
     return sanitizer.draws * max(1, len(_configs(sanitizer, variant, config)))
@@ -132,8 +145,9 @@ def sanitizer_cases(
     device: torch.device | str = "cpu",
     config: Config | None = None,
 ) -> Iterator[tuple[Case, Config | None]]:
-    """Draws the cases that a sanitizer takes. Fewer than planned where the variant supports, or the sanitizer takes,
-    next to none. One that takes nothing but in its region is drawn there.
+    """Draws the cases that a sanitizer takes, and then its `grown_cases` where it looks at these. Fewer than planned
+    where the variant supports, or the sanitizer takes, next to none. One that takes nothing but in its region is drawn
+    there.
 
     `fixed` axes are held, and so is `config` where one is given.
     """
@@ -141,7 +155,7 @@ def sanitizer_cases(
     narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
     configs: Sequence[Config | None] = _configs(sanitizer, variant, config) or (config,)
     inside = bool(variant.region) and first_supported(variant, torch.device(device)) is None
-    for index in range(planned_draws(sanitizer, variant, examples, config)):
+    for index in range(_planned_draws(sanitizer, variant, examples, config)):
         held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}
         wanted = configs[index % len(configs)]
         for attempt in range(_TRIES):
@@ -151,6 +165,10 @@ def sanitizer_cases(
             if drawn is not None and sanitizer.takes(drawn[0]):
                 yield drawn
                 break
+    if sanitizer.grows:
+        for case, chosen in grown_cases(variant, sanitizer.max_programs, seed, fixed, device, config):
+            if sanitizer.takes(case):
+                yield case, chosen
 
 
 def sanitized(

@@ -14,7 +14,7 @@ that support few rows (dequant_gemm's gemvs and split_k).
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,13 +24,14 @@ from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor, Value
-from tkernels.device import INTERPRETER
+from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
 from tkernels.inputs import map_tensors
 from tkernels.interpreter.replaced import overflow_checks, replaced_methods
-from tkernels.launch import Run, jit_door
+from tkernels.launch import Door, Run, jit_door
 from tkernels.variant import Variant
+from tkernels.verification.addresses import launch_tensors
 from tkernels.verification.kernel_errors import describe_error
 from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_pointer
 
@@ -43,7 +44,11 @@ _ACCESSES = 500
 """Of one program, which are enough: where few programs walk a whole batch, their first steps are looked at."""
 
 _DEVICE = replace(INTERPRETER, multiprocessors=2**31 - 1)
-"""So that where programs share the tiles out, each has one, the last the last."""
+"""So that where programs share the tiles out, each has one, the last the last. It stands for a GPU where a launcher
+gives its kernels the same memory on both: scratch for each program would be as large as no GPU makes it."""
+
+_STEPS = 4
+"""Of a loop, the first and the last: where programs are as few as on a GPU, the last tile is in one's last step."""
 
 
 class OversizeError(TKernelsError, RuntimeError):
@@ -52,6 +57,10 @@ class OversizeError(TKernelsError, RuntimeError):
 
 _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 """Programs in each dim of a grid, on every NVIDIA GPU (CUDA C++ Programming Guide, "Technical Specifications")."""
+
+
+def _fits(grid: tuple[int, ...]) -> bool:
+    return all(n <= most for n, most in zip(grid, _GRID_LIMITS, strict=False))
 
 
 class _EnoughError(Exception):
@@ -164,13 +173,41 @@ def _ends_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any],
                     raise
 
 
+def _walking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+    """The same for as few programs as a GPU has room for, which walk the tiles: each loop's first and last steps."""
+
+    def ends(values: range) -> Sequence[int]:
+        return values if len(values) <= 2 * _STEPS else [*values[:_STEPS], *values[-_STEPS:]]
+
+    with replaced_methods(loop_values=ends):
+        _ends_door(kernel, grid, arguments, config)
+
+
 def _batch_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
     """The same for a batch that is huge, whose grid must be one that can be launched. The other sizes are a model's,
     and with the interpreter's small tiles their grids are larger than a GPU's.
     """
-    if any(n > most for n, most in zip(grid, _GRID_LIMITS, strict=False)):
+    if not _fits(grid):
         raise OversizeError(f"{kernel.__name__}: a grid of {grid}; at most {_GRID_LIMITS} can be launched")
     _ends_door(kernel, grid, arguments, config)
+
+
+def _stands_for_a_gpu(launch: Callable[[DeviceFacts, Door], None]) -> bool:
+    """Whether kernels are given tensors of the same shapes on `_DEVICE`, and a grid that can be launched if it can be
+    on a device of a few multiprocessors.
+    """
+    seen: list[list[tuple[bool, Mapping[str, Any]]]] = []
+    for device in (INTERPRETER, _DEVICE):
+        noted: list[tuple[bool, Mapping[str, Any]]] = []
+
+        def note(
+            kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config, noted: Any = noted
+        ) -> None:
+            noted.append((_fits(grid), {name: one.shape for name, one in launch_tensors(arguments).items()}))
+
+        launch(device, note)
+        seen.append(noted)
+    return seen[0] == seen[1]
 
 
 def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
@@ -195,11 +232,19 @@ def check_sizes(variant: Variant, case: Case, config: Config) -> dict[str, int]:
             contract.allocate_outputs(axes, arguments, torch.device("meta")),
             lambda one: _allocate_huge(one.shape, one.dtype),
         )
-        buffers = variant.workspace(axes, config, _DEVICE).items()
-        workspace = {key: _allocate_huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
-        door = _batch_door if contract.axis_by_name[name].batch else _ends_door
+
+        def launch(
+            device: DeviceFacts, door: Door, axes: Axes = axes, out: Any = outputs, given: Any = arguments
+        ) -> None:
+            buffers = variant.workspace(axes, config, device).items()
+            workspace = {key: _allocate_huge(buffer.shape, buffer.dtype) for key, buffer in buffers}
+            variant.run_launcher(Run(device, axes, config, workspace, door), out, given)
+
         try:
-            variant.run_launcher(Run(_DEVICE, axes, config, workspace, door), outputs, arguments)
+            if _stands_for_a_gpu(launch):
+                launch(_DEVICE, _batch_door if contract.axis_by_name[name].batch else _ends_door)
+            else:
+                launch(INTERPRETER, _walking_door)
         except Exception as error:
             raise OversizeError(f"at {name} = {size}: {describe_error(error)}") from error
         ran[name] = size

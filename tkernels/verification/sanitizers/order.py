@@ -139,6 +139,7 @@ SANITIZER = Sanitizer(
     "bits that depend on the run or on the order of programs; stores that conflict",
     _run,
     max_programs=32,
+    grows=True,
     # The bits of fp32 results show an order of summation that a rounding to 16 bits hides.
     fixed={"activation": "float32"},
     interpreted=False,

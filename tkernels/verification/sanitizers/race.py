@@ -22,4 +22,5 @@ SANITIZER = Sanitizer(
     _run,
     unfit=without_launches,
     max_programs=32,
+    grows=True,
 )
