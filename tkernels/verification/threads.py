@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from triton.runtime import interpreter as triton_interpreter
 
-from tkernels.interpreter import replaced_methods
+from tkernels.interpreter.replaced import replaced_methods
 from tkernels.verification.sites import Site, result_is_used
 
 READ, WRITE, ATOMIC = range(3)
