@@ -1,9 +1,14 @@
-"""Launchers that decide by the size of a batch of up to 1,024 how a member is computed: found; others are silent."""
+"""Launchers and kernels that decide by the size of a batch of up to 1,024 how a member is computed: found; others are
+silent.
+"""
+
+import inspect
 
 import pytest
 
 from tests.tkernels.outside import write_copy
 from tkernels import OPS
+from tkernels.ops.paged_decode._attend import attend_keys
 from tkernels.registry import Registry
 from tkernels.verification.sanitizers.base import Finding, sanitized
 from tkernels.verification.sanitizers.suite import SANITIZERS
@@ -19,6 +24,50 @@ EXTRA = (
 def adding(extra: str, kind: str = "") -> tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]:
     """A swiglu whose results are off by `extra` millionths."""
     return "swiglu.doubled", (), tuple((old, new.format(extra=extra, kind=kind)) for old, new in EXTRA)
+
+
+def summing(order: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """A rms_norm that adds up its blocks from the last to the first where `order` says so, in its kernel.
+
+    It may ask for `tokens`, which the launcher gives it as a plain number.
+    """
+    return (
+        "rms_norm.two_pass",
+        (),
+        (
+            ("stride_out_t, hidden, eps, B", "stride_out_t, hidden, eps, tokens, B"),
+            ("        eps=eps,\n", "        eps=eps,\n        tokens=tokens,\n"),
+            (
+                "    for start in range(0, hidden, BLOCK_H):\n        offs = start + tl.arange(0, BLOCK_H)\n"
+                "        x = tl.load(x_ptr + offs, mask=offs < hidden, other=0.0)",
+                "    blocks = tl.cdiv(hidden, BLOCK_H)\n    for block in range(0, blocks):\n"
+                f"        offs = tl.where({order}, blocks - 1 - block, block) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
+                "        x = tl.load(x_ptr + offs, mask=offs < hidden, other=0.0)",
+            ),
+        ),
+    )
+
+
+def attending(order: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """A paged_decode that goes through its keys from the last to the first where `order` says so, in its kernel."""
+    loop = "    for start in range(begin, end, BLOCK_N):\n"
+    source = inspect.getsource(attend_keys.fn).replace("attend_keys", "attend_either_way")
+    assert loop in source
+    either = (
+        "    blocks = tl.cdiv(end - begin, BLOCK_N)\n    for block in range(0, blocks):\n"
+        f"        start = begin + tl.where({order}, blocks - 1 - block, block) * BLOCK_N\n"
+    )
+    kernel = "@triton.jit\ndef paged_decode_one_pass("
+    return (
+        "paged_decode.one_pass",
+        (),
+        (
+            ("acc, m, l = attend_keys(", "acc, m, l = attend_either_way("),
+            ("    attend_keys,\n", "    fp16_queries,\n"),
+            ("from tkernels import Config", "from tkernels.language import dot\nfrom tkernels import Config"),
+            (kernel, f"{source.replace(loop, either)}\n\n{kernel}"),
+        ),
+    )
 
 
 Planted = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
@@ -50,6 +99,11 @@ PLANTED: dict[str, Planted] = {
     "constexpr_from_40": adding("int(tokens > 39)", ": tl.constexpr"),
     "between_90_and_110": adding("int(90 < tokens < 110)"),
     "where_rows_are_wide": adding("int(tokens > 20 and width > 1000)"),
+    "sums_backwards_from_65": summing("tokens > 64"),
+    "sums_backwards_between_100_and_200": summing("(tokens > 100) & (tokens < 200)"),
+    "sums_backwards_from_1000": summing("tokens >= 1000"),
+    "attends_backwards_from_65": attending("tl.num_programs(0) > 64"),
+    "attends_backwards_from_512": attending("tl.num_programs(0) > 511"),
     "fills_the_device": adding("max(1, 96 // tokens)"),
     "split_of_inputs": (
         "scaled_matmul.split_k",
@@ -84,6 +138,23 @@ SILENT: dict[str, Planted] = {
         (),
     ),
     "tiles": ("rms_norm.rows_per_program", (), ()),
+    "sums_backwards": summing("tokens > 0"),
+    "attends_backwards": attending("tl.num_programs(0) > 0"),
+    "last_row_first": (
+        "rms_norm.two_pass",
+        (),
+        (("    row = tl.program_id(0)", "    row = (tl.num_programs(0) - 1 - tl.program_id(0))"),),
+    ),
+    "in_middle_first": (
+        "rms_norm.two_pass",
+        (),
+        (
+            (
+                "    row = tl.program_id(0)",
+                "    row = ((tl.program_id(0) + tl.num_programs(0) // 2) % tl.num_programs(0))",
+            ),
+        ),
+    ),
 }
 
 

@@ -38,6 +38,7 @@ class Tensor:
     """A tensor argument: `dims` as a string of sizes ("T Hq D"), `dtype` a role axis or a fixed dtype's name.
 
     Unit stride in the last dim and any other stride. An optional tensor binds its own name as an axis: given or not.
+    `indexes` names the dims, first ones of other arguments, into which integers point, as one number ("P S").
     One that may come by tensor descriptor (`copied_in_boxes`) binds `<name>_aligned`: whether its address and all its
     strides but the last are multiples of 16 bytes, as a descriptor needs them.
     """
@@ -46,6 +47,7 @@ class Tensor:
     dtype: str
     optional: bool = False
     copied_in_boxes: bool = False
+    indexes: str = ""
 
     @cached_property
     def shape(self) -> tuple[Dim, ...]:

@@ -58,8 +58,8 @@ class Contract:
             definition writes them or not, and nobody looks.
         default: The variant chosen on CUDA when nothing was named.
         benchmarks: Realistic points, by name.
-        inspected: By name, what a benchmark point has to be at to be compiled beside the last of all: where a kernel is
-            other code there.
+        inspected: By name, what a benchmark point has to be at, or to leave open, to be compiled beside the last of
+            all: where a kernel is other code there.
         corners: Points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
         batching: How its batch is taken apart; without one, `batch_invariant` cannot be tested.
         work: What its time goes into: by this the inspection knows what its code must have, and a report groups it.
@@ -101,6 +101,11 @@ class Contract:
     @cached_property
     def axis_by_name(self) -> dict[str, Axis]:
         return {axis.name: axis for axis in self.axes}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether some of its outputs are equal or wrong, so that every operation has to round as the definition's."""
+        return any(output.exact for output in self.outputs.values())
 
     @cached_property
     def signature(self) -> inspect.Signature:

@@ -111,9 +111,9 @@ CORNERS: dict[str, Axes] = {
         **{"lengths": "full", "B": 1, "S": 16, "N": 264, "P": 264, "Hkv": 1, "Hq": 2, "D": 64, "Dv": 64},
         **{"activation": "float16", "kv": "float16", "window": 0, "values": "ordinary"},
     },
-    # A page for each of a thousand keys.
+    # A page for each of four thousand keys.
     "wide_table": {
-        **{"lengths": "full", "B": 1, "S": 1, "N": 1025, "P": 1025, "Hkv": 1, "Hq": 2, "D": 16, "Dv": 16},
+        **{"lengths": "full", "B": 1, "S": 1, "N": 4100, "P": 4100, "Hkv": 1, "Hq": 2, "D": 16, "Dv": 16},
         **{"window": 0, "values": "ordinary"},
     },
     # Of no keys the log-sum-exp is -inf; a pair of axes does not say which contexts are empty.

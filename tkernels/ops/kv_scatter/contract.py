@@ -175,7 +175,7 @@ CONTRACT = Contract(
         "v": Tensor("T Hkv Dv", "activation"),
         "k_cache": Tensor("P S Hkv D", "kv"),
         "v_cache": Tensor("P S Hkv Dv", "kv"),
-        "slots": Tensor("T", "int64"),
+        "slots": Tensor("T", "int64", indexes="P S"),
         "k_scale": Tensor("Hkv", "float32", optional=True),
         "v_scale": Tensor("Hkv", "float32", optional=True),
     },

@@ -253,7 +253,14 @@ CONTRACT = Contract(
         Choice("causal", (True, False), "a query sees no key after itself"),
     ),
     constraints=CONSTRAINTS,
-    corners=CORNERS,
+    corners={
+        **CORNERS,
+        # Four thousand pages for a variant that takes none of one token: a window leaves the last of them to compute.
+        "far_pages": {
+            **{"lengths": "full", "B": 1, "S": 16, "N": 4100, "P": 4100, "Hkv": 1, "Hq": 2, "D": 16, "Dv": 16},
+            **{"window": 40, "values": "ordinary"},
+        },
+    },
     arguments={
         "q": Tensor("T Hq D", "activation"),
         "k_cache": Tensor("P S Hkv D", "kv", copied_in_boxes=True),

@@ -133,5 +133,6 @@ CONTRACT = Contract(
         for inputs in (2560, 4096, 53248, 9728)
         for codes in ("float8_e4m3fn", "int8")
     },
+    inspected={"static": {"static_scale": True}},
     batching=row_batching("x"),
 )

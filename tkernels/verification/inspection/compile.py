@@ -29,6 +29,7 @@ from tkernels.verification.inspection.accesses import Code, access_shares, eleme
 from tkernels.verification.inspection.occupancy import LIMITS, occupancy, resident_blocks
 from tkernels.verification.inspection.points import Point, UnalignedPointer, point
 from tkernels.verification.inspection.precision import lowered_precision
+from tkernels.verification.inspection.rounding import other_roundings
 from tkernels.verification.inspection.rows import CompiledKernel
 
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -95,7 +96,7 @@ def _launches(
             rows.append(replace(mine, status="failed", reason=f"{type(error).__name__}: {error}"))
             return
         mine = replace(mine, compile_s=round(time.perf_counter() - begun, 3))
-        rows.append(_read(mine, binary, log.getvalue(), facts, dump))
+        rows.append(_read(mine, binary, log.getvalue(), facts, dump, contract.is_exact))
 
     outputs = contract.allocate_outputs(here.axes, here.arguments, meta)
     door = Kernel(variant, NEAREST, {}, compiling_door)
@@ -107,7 +108,9 @@ def _launches(
     return rows
 
 
-def _read(row: CompiledKernel, binary: Any, log: str, facts: DeviceFacts, dump: Path | None) -> CompiledKernel:
+def _read(
+    row: CompiledKernel, binary: Any, log: str, facts: DeviceFacts, dump: Path | None, is_exact: bool
+) -> CompiledKernel:
     """The row with everything that the binary says."""
     texts = {"ttir": str(binary.asm["ttir"])}
     metadata, limits = binary.metadata, LIMITS[facts.arch]
@@ -137,6 +140,7 @@ def _read(row: CompiledKernel, binary: Any, log: str, facts: DeviceFacts, dump: 
         occupancy=round(occupancy(limits, metadata.num_warps, blocks), 4),
         code=_code_hash(texts.get("ptx") or texts["amdgcn"], metadata.name),
         lowered=lowered_precision(texts["ttir"], texts.get("ptx", "")),
+        rounded=other_roundings(texts["ttir"]) if is_exact else (),
         **_of_code(code, texts["ttir"]),
     )
     if blocks == 0:

@@ -66,7 +66,7 @@ def point(variant: Variant, name: str, facts: DeviceFacts, held: Axes | None = N
         return None
     wanted = contract.inspected.get(name, {})
     found: Point | None = None
-    for axes in _candidates(contract, held or {}):
+    for axes in _candidates(contract, held or {}, wanted):
         if any(axes[axis] != value for axis, value in wanted.items()):
             continue
         here = _bound(variant, name, {**axes, **dtypes}, facts)
@@ -97,8 +97,10 @@ _DTYPES: Mapping[str, Callable[[Contract], dict[str, Value]]] = {
 }
 
 
-def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:
-    """The benchmark points, last first, with `held` over them; axes that they leave open take their first draw."""
+def _candidates(contract: Contract, held: Axes, wanted: Axes) -> list[dict[str, Value]]:
+    """The benchmark points, last first, with `held` over them; axes that they leave open are as `wanted`, or take
+    their first draw.
+    """
     usual: dict[str, Value] = {"activation": "bfloat16"} if "activation" in contract.axis_by_name else {}
     points = [one for one in contract.benchmarks.values() if one.get("kv") != _FP8][::-1] or [usual]
     if held:
@@ -106,12 +108,12 @@ def _candidates(contract: Contract, held: Axes) -> list[dict[str, Value]]:
     completed = []
     for one in points:
         try:
-            completed.append(contract.draw_axes(lambda name, candidates: candidates[0], {**one, **held}))
+            completed.append(contract.draw_axes(lambda name, candidates: candidates[0], {**wanted, **one, **held}))
         except ContractError:
             if not held:
                 raise
             # What is held does not go with the benchmark's other sizes: those are drawn, the largest that fit.
-            completed.append(contract.draw_axes(lambda name, candidates: candidates[-1], {**usual, **held}))
+            completed.append(contract.draw_axes(lambda name, candidates: candidates[-1], {**wanted, **usual, **held}))
     return completed
 
 

@@ -49,7 +49,7 @@ def lowered_precision(ttir: str, ptx: str) -> tuple[str, ...]:
         ptx: Its PTX; "" for a GPU that has none.
     """
     frames = source_frames(ttir)
-    found = {f"{_line(text, frames)} {what}" for text, what in _lowered_operations(ttir)}
+    found = {f"{own_line(text, frames)} {what}" for text, what in _lowered_operations(ttir)}
     products = {precision for precision in _PRECISION.findall(ttir) if precision.startswith("tf32")}
     if not products and _TF32_PRODUCT.search(ptx):
         found.add("inline assembly: product in tf32")
@@ -94,7 +94,7 @@ def _lowered_by_dot(text: str, depth: str, left: str, right: str, sums: str) -> 
         yield "sums in the units"
 
 
-def _line(text: str, frames: Mapping[str, tuple[str, ...]]) -> str:
+def own_line(text: str, frames: Mapping[str, tuple[str, ...]]) -> str:
     """ "file.py:74" of the innermost frame that is not Triton's own."""
     loc = _LOC.search(text)
     lines = frames.get(loc.group(1), ()) if loc else ()

@@ -23,6 +23,8 @@ class CompiledKernel:
         whole kernel stands for it.
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
     lowered: what has fewer digits than fp32's arithmetic, "file.py:line what" (see `precision`).
+    rounded: in an op whose results are exact, what rounds otherwise than its text, "file.py:line what" (see
+        `rounding`).
     launch: its position among the variant's launches. grid: programs by axis. waves: grid over what is resident.
     workspace_bytes: of the variant, for all its launches. compile_s: without any cache.
     work: what the op's time goes into, as its contract says.
@@ -54,6 +56,7 @@ class CompiledKernel:
     loop: bool = False
     narrow: tuple[str, ...] = ()
     lowered: tuple[str, ...] = ()
+    rounded: tuple[str, ...] = ()
     workspace_bytes: int = 0
     compile_s: float | None = None
     code: str = ""
@@ -72,7 +75,7 @@ class CompiledKernel:
     @staticmethod
     def of(values: Mapping[str, Any]) -> "CompiledKernel":
         """The inverse of `as_json`, after a passage through JSON."""
-        lists = {name: tuple(values.get(name, ())) for name in ("grid", "narrow", "lowered")}
+        lists = {name: tuple(values.get(name, ())) for name in ("grid", "narrow", "lowered", "rounded")}
         return CompiledKernel(**{**values, **lists})
 
     @staticmethod

@@ -4,11 +4,12 @@ Attacked with the member alone, at other positions, repeated up to 32 times, bes
 wider tables and looser bounds, and a long member beside many short ones: under one config, for bits may differ between
 configs, but which config a call gets must not depend on the batch either. Batches of up to 1,024 members are too many
 to interpret: what a launcher would launch for them says which it treats in another way than small ones, and those are
-run.
+run. What a kernel does by itself with a batch that it finds large is seen in those of its programs that compute the
+first member and the last.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,15 +20,18 @@ from tkernels.batching import Batching
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
-from tkernels.inputs import clone_inputs, roughen_floats, tensors_in
+from tkernels.inputs import clone_inputs, poison, roughen_floats, tensors_in
 from tkernels.interpreter.replaced import exact_products
+from tkernels.launch import Door
 from tkernels.mode import MODE
 from tkernels.tuning import bucket
 from tkernels.variant import Variant
 from tkernels.verification.batch_growth import FEW_SIZES, SIZES, launches_by_size, odd_sizes, unseen_change
-from tkernels.verification.calls import call, first_difference
+from tkernels.verification.calls import bits, call, first_difference
 from tkernels.verification.draws import chooser, count_programs, draw
+from tkernels.verification.dry_run import Launch
 from tkernels.verification.sanitizers.base import Sanitizer
+from tkernels.verification.some_programs import door_of_ends
 
 BATCH_SIZES = (2, 3, 7, 16, 32)
 MAX_PROGRAMS = 96
@@ -40,6 +44,16 @@ ODD_SIZES, ODD_PROGRAMS = 4, 2048
 
 RAGGED_DRAWS, RAGGED_FLOPS, NUM_SHORT = 24, 2_000_000, 15
 """Of batches, in search of one whose members differ in size; the cost of one; short members beside its longest one."""
+
+
+MANY = (17, 33, 64, 130, 1025)
+"""Members of the batches of which a few programs are run, the two largest that a variant takes: past powers of two, and
+what gemvs are for."""
+
+DISTINCT, DISTINCT_FLOPS = 32, 100_000
+"""Programs of members of these that differ, at most, and their operations: another order of a sum of 257 squares
+changes the last bit of one norm of ten (of 400), and where there are more programs or operations there are more sums.
+"""
 
 
 def _unfit(variant: Variant) -> str | None:
@@ -84,8 +98,10 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     device = tensors_in(inputs)[0].device
     is_default = config == variant.default_config(device_facts(device).arch)
     fault = _large_batch_fault(variant, inputs, member, config, SIZES if is_default else FEW_SIZES)
-    fault = fault or (_ragged_fault(variant, case, config) if is_default else None)
     if fault or not is_default:
+        return fault
+    batches_drawn = _drawn_batches(variant, case, config)
+    if fault := _ragged_fault(variant, batches_drawn, config) or _many_fault(variant, batches_drawn, config):
         return fault
     drawn = draw(variant, chooser(case.seed), case.seed, None, device, ODD_PROGRAMS, config, wide=True)
     wide = contract.bind_arguments((), roughen_floats(drawn[0].inputs, case.seed)) if drawn is not None else {}
@@ -116,24 +132,38 @@ def _surrounded_fault(
     return None
 
 
-def _ragged_fault(variant: Variant, case: Case, config: Config) -> str | None:
+_Drawn = tuple[Case, dict[str, Any]]
+"""(a case, its inputs with all their digits)."""
+
+
+def _drawn_batches(variant: Variant, case: Case, config: Config) -> list[_Drawn]:
+    """Batches in search of one that shows more than the case's: of members of several sizes, or of large ones. Their
+    values are ordinary: beside an outlier or an epsilon the order of a sum is not seen.
+    """
+    known, device = variant.contract.axis_by_name, tensors_in(case.inputs)[0].device
+    wanted = {**SANITIZER.fixed, "values": "ordinary"}
+    fixed = {name: value for name, value in wanted.items() if name in known and known[name].allows(value)}
+    found = []
+    for seed in range(case.seed, case.seed + RAGGED_DRAWS):
+        drawn = draw(variant, chooser(seed), seed, fixed, device, SANITIZER.max_programs, config)
+        if drawn is not None and drawn[0].flops <= RAGGED_FLOPS:
+            inputs = variant.contract.bind_arguments((), roughen_floats(drawn[0].inputs, seed))
+            found.append((drawn[0], inputs))
+    return found
+
+
+def _ragged_fault(variant: Variant, drawn: Sequence[_Drawn], config: Config) -> str | None:
     """What many short members change for a long one, and it for them; None for nothing, as where all are of one size.
 
     What goes by the average of a batch, as by its rows over its members, is far from every one of these.
     """
     batching, found = variant.contract.batching, []
     assert batching is not None
-    known, device = variant.contract.axis_by_name, tensors_in(case.inputs)[0].device
-    fixed = {name: value for name, value in SANITIZER.fixed.items() if name in known}
-    for seed in range(case.seed, case.seed + RAGGED_DRAWS):
-        drawn = draw(variant, chooser(seed), seed, fixed, device, SANITIZER.max_programs, config)
-        if drawn is None or drawn[0].flops > RAGGED_FLOPS:
-            continue
-        mine = variant.contract.bind_arguments((), roughen_floats(drawn[0].inputs, seed))
+    for case, mine in drawn:
         alone = [batching.take(mine, [member]) for member in range(batching.count(mine))]
         rows = [sum(len(tensor) for tensor in tensors_in(one) if tensor.dim()) for one in alone]
         if rows and max(rows) > min(rows):
-            found.append((max(rows) - min(rows), drawn[0].flops, mine, rows.index(max(rows)), rows.index(min(rows))))
+            found.append((max(rows) - min(rows), case.flops, mine, rows.index(max(rows)), rows.index(min(rows))))
     if not found:
         return None
     most, *_ = max(found, key=lambda one: one[0])
@@ -142,6 +172,101 @@ def _ragged_fault(variant: Variant, case: Case, config: Config) -> str | None:
     batch = batching.take(inputs, [long, *[short] * NUM_SHORT])
     fault = _surrounded_fault(variant, inputs, long, [(f"beside {NUM_SHORT} short ones", batch, 0)], config)
     return fault or _surrounded_fault(variant, inputs, short, [("beside a long one", batch, NUM_SHORT)], config)
+
+
+def _many_fault(variant: Variant, drawn: Sequence[_Drawn], config: Config) -> str | None:
+    """What batches of MANY members change for one of these that computes the most; None for nothing that is seen.
+
+    In an interpreter, where programs can be run one by one: as many as a few members have alone, at both ends of the
+    grid. Whether those are these members' in a large batch too is seen in the smaller of two: where all of its programs
+    say something else, or these say nothing, a variant has an order of its own, and the larger one is left out.
+    """
+    if MODE != "interpret" or (found := _alike_members(variant, drawn, config)) is None:
+        return None
+    members, few, by_size = found
+    batching = variant.contract.batching
+    assert batching is not None
+    expected = [_part(variant, batching, batching.take(members, [one]), 0, config) for one in range(few)]
+    grids = [one.grid for one in by_size[few]]
+    known: list[int] | None = None  # positions from either end that the programs there compute
+    for size in [size for size in by_size if size > few and len(by_size[size]) == len(grids)][-2:]:
+        batch = batching.take(members, [one % few for one in range(size)])
+        ends = dict.fromkeys((*range(few), *range(size - few, size)))
+        changes = _changes(variant, batch, expected, config, ends, door_of_ends(grids))
+        if known is None:
+            if any(changes.values()) or None in [changes[one] for one in range(few)]:
+                whole = _changes(variant, batch, expected, config, range(size))
+                return _first_change(whole, range(size), few)
+            known = [one - size * (one >= few) for one in ends if changes[one] is not None]
+        elif fault := _first_change(changes, [one % size for one in known], few):
+            return fault
+    return None
+
+
+def _first_change(changes: Mapping[int, str | None], positions: Sequence[int], few: int) -> str | None:
+    """The first of some positions' changes in words."""
+    one = next((one for one in positions if changes[one]), None)
+    return (
+        None if one is None else f"at {one} of a large batch of {few} repeated, against its bits alone: {changes[one]}"
+    )
+
+
+def _changes(
+    variant: Variant,
+    batch: dict[str, Any],
+    expected: Sequence[Mapping[str, torch.Tensor]],
+    config: Config,
+    positions: Iterable[int],
+    door: Door | None = None,
+) -> dict[int, str | None]:
+    """How the members at these positions of a batch that repeats a few differ from these: "" for not at all, None where
+    `door` left programs out that compute them.
+
+    Outputs and scratch memory begin as NaN: what is still so, or as it was before the call, was not computed.
+    """
+    batching = variant.contract.batching
+    assert batching is not None
+    mine, results = _call(variant, batch, config, door)
+    before = {name: batch.get(name, torch.full_like(one, poison(one.dtype))) for name, one in results.items()}
+    found: dict[int, str | None] = {}
+    for one in positions:
+        wanted = expected[one % len(expected)]
+        got, begun = batching.part(mine, results, one), batching.part(mine, before, one)
+        found[one] = first_difference(wanted, got) or ""
+        if found[one] and door is not None:
+            left = (_is_left(wanted[name], got[name], begun[name]) for name in wanted)
+            found[one] = None if any(left) else found[one]
+    return found
+
+
+def _is_left(wanted: torch.Tensor, got: torch.Tensor, begun: torch.Tensor) -> bool:
+    """Whether some element that is not as wanted is NaN, or as it was."""
+    other = bits(got) != bits(wanted)
+    return bool((other & ((bits(got) == bits(begun)) | (got.double().isnan() & ~wanted.double().isnan()))).any())
+
+
+def _alike_members(
+    variant: Variant, drawn: Sequence[_Drawn], config: Config
+) -> tuple[dict[str, Any], int, Mapping[int, Sequence[Launch]]] | None:
+    """(a batch of a few members of one size, how many, what is launched for each number of them), or None."""
+    contract, batching = variant.contract, variant.contract.batching
+    assert batching is not None
+    found = []
+    for index, (case, inputs) in enumerate(drawn):
+        for member in range(batching.count(inputs)):
+            alone = batching.take(inputs, [member])
+            found.append((Case(contract, case.axes, case.seed, alone).flops, index, inputs, member))
+    if not found:
+        return None
+    flops, index, inputs, member = max(found, key=lambda one: one[:2])
+    one = launches_by_size(variant, batching, inputs, member, config, (1,)).get(1, ())
+    programs = sum(math.prod(launch.grid) for launch in one)
+    # What computes nothing has no order of sums.
+    few = max(1, min(DISTINCT // max(1, programs), DISTINCT_FLOPS // flops)) if flops else 1
+    by_size = launches_by_size(variant, batching, inputs, member, config, (few, *(size for size in MANY if size > few)))
+    if few not in by_size:
+        return None
+    return roughen_floats(batching.take(inputs, [member] * few), index), few, by_size
 
 
 def _large_batch_fault(
@@ -166,10 +291,16 @@ def _large_batch_fault(
 def _part(
     variant: Variant, batching: Batching, inputs: dict[str, Any], member: int, config: Config | None
 ) -> dict[str, torch.Tensor]:
+    return batching.part(*_call(variant, inputs, config), member)
+
+
+def _call(
+    variant: Variant, inputs: dict[str, Any], config: Config | None, door: Door | None = None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """(the arguments after a call on copies of them, its results)."""
     mine = clone_inputs(inputs)
     with exact_products() if MODE == "interpret" else nullcontext():
-        results = call(variant, mine, config)
-    return batching.part(mine, results, member)
+        return mine, call(variant, mine, config, door=door)
 
 
 def _affordable(

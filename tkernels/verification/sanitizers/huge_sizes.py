@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Contract, ContractError, Int, Tensor, Value
@@ -28,20 +27,19 @@ from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
 from tkernels.inputs import map_tensors
+from tkernels.interpreter.accesses import Access
 from tkernels.interpreter.replaced import overflow_checks, replaced_methods
 from tkernels.launch import Door, Run, jit_door
 from tkernels.variant import Variant
 from tkernels.verification.addresses import launch_tensors
 from tkernels.verification.kernel_errors import describe_error
+from tkernels.verification.some_programs import run_programs, three_dims
 from tkernels.verification.untouched import floats_untouched, lazy_zeros, real_pointer
 
 _ELEMENTS = 2**31
 
 _LEAST_ROW = 3
 """Elements: with rows of fewer, the size itself would have to be near 2**31."""
-
-_ACCESSES = 500
-"""Of one program, which are enough: where few programs walk a whole batch, their first steps are looked at."""
 
 _DEVICE = replace(INTERPRETER, multiprocessors=2**31 - 1)
 """So that where programs share the tiles out, each has one, the last the last. It stands for a GPU where a launcher
@@ -61,10 +59,6 @@ _GRID_LIMITS = (2**31 - 1, 65535, 65535)
 
 def _fits(grid: tuple[int, ...]) -> bool:
     return all(n <= most for n, most in zip(grid, _GRID_LIMITS, strict=False))
-
-
-class _EnoughError(Exception):
-    """A program has made so many accesses that the next one may begin."""
 
 
 def _places(contract: Contract, arguments: Mapping[str, Any]) -> list[tuple[tuple[Dim, ...], torch.Tensor | None]]:
@@ -151,26 +145,13 @@ def _grow_arguments(contract: Contract, arguments: Mapping[str, Any], axes: Axes
 
 def _ends_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
     """Interprets the first and the last programs of each dim of a grid, each until it has made enough accesses."""
-    builder = triton_interpreter.interpreter_builder
-    set_dim, set_program = builder.set_grid_dim, builder.set_grid_idx
-    whole = (*grid, 1, 1)[:3]
     pointers = map_tensors(arguments, real_pointer)
-    for program in itertools.product(*(dict.fromkeys((0, n - 1)) for n in whole)):
-        accesses = itertools.count()
 
-        def watch(*access: Any, accesses: Iterator[int] = accesses) -> None:
-            if next(accesses) == _ACCESSES:
-                raise _EnoughError
+    def run_one(watch: Access) -> None:
+        with floats_untouched(arguments, watch), overflow_checks():
+            jit_door(kernel, (1, 1, 1), pointers, config)
 
-        ends = replaced_methods(
-            set_grid_dim=lambda *one: set_dim(*whole), set_grid_idx=lambda *zero, p=program: set_program(*p)
-        )
-        with ends, floats_untouched(arguments, watch), overflow_checks():
-            try:
-                jit_door(kernel, (1, 1, 1), pointers, config)
-            except Exception as error:
-                if not isinstance(error.__cause__, _EnoughError):
-                    raise
+    run_programs(grid, itertools.product(*(dict.fromkeys((0, n - 1)) for n in three_dims(grid))), run_one)
 
 
 def _walking_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
