@@ -3,6 +3,7 @@
 Here with few draws each; `tk check --sanitize order,batch` takes more, of every config.
 """
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ ATTACKED = [
 def test_a_claim_survives_its_attack(sanitizer: str, op: str, variant: str) -> None:
     subject = tkernels.OPS[op].variants[variant]
     assert unfit_reason(SANITIZERS[sanitizer], subject) is None
-    found = list(sanitized(SANITIZERS[sanitizer], subject, examples=2, seed=100, device=DEVICE))
+    found = list(islice(sanitized(SANITIZERS[sanitizer], subject, examples=2, seed=100, device=DEVICE), 2))
     assert len(found) == 2
     assert [str(finding) for finding in found if finding is not None] == []
 

@@ -154,9 +154,9 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     ("overflow", [("tl.program_id(0).to(tl.int64)", "tl.program_id(0)")], "int32 overflow"),
     # All programs store to one element: each its own value, the last one stays.
     (
-        "order",
+        "race",
         [*TOKENS, (STORED, STORED + "    tl.store(out_ptr + (tokens - 1) * stride_out_t, tl.sum(up) * row)\n")],
-        "store different values",
+        "nothing orders two accesses",
     ),
     # Each program reads what the one before it may or may not have written by now.
     (
@@ -173,9 +173,9 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     ),
     # The lanes of one store: each its own value to one element, which the right one overwrites.
     (
-        "order",
+        "race",
         [(STORED, STORED + "    tl.store(out_ptr + row * stride_out_t + offs * 0, gate, mask=mask)\n")],
-        "lanes of one store of program",
+        "of threads of program",
     ),
     # In a batch of one, another order of rounding.
     ("batch", [*TOKENS, (STORED, STORED + "    out *= tl.where(tokens > 1, 1.0 + 1.0e-6, 1.0)\n")], "its bits alone"),

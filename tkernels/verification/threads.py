@@ -132,12 +132,25 @@ class ThreadOrder:
         shape = tuple(n for n in live.shape if n > 1)
         number = self._shapes.setdefault(shape, len(self._shapes))
         access = _BlockAccess(kind, addresses, live, number, values, site)
+        self._compare_with_itself(access)
         self._compare_with_written(access)
         if kind == READ:
             self._loaded.append(access)
             return
         self._compare_with_loaded(access)
         self._written.append(access)
+
+    def _compare_with_itself(self, access: _BlockAccess) -> None:
+        """The threads of one store with each other: of different values for one element, any stays."""
+        addresses, _, values = access.ascending
+        if values is None:
+            return
+        torn = addresses[1:] == addresses[:-1]
+        if torn.any():
+            torn &= (values[1:] != values[:-1]).any(axis=1)
+        if torn.any():
+            address = int(addresses[1:][torn][0])
+            self.race = ThreadRace(self._program, address, (WRITE, access.site), (WRITE, access.site))
 
     def _compare_with_written(self, access: _BlockAccess) -> None:
         """With what was last stored to each of these addresses since the last barrier."""

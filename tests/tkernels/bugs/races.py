@@ -143,7 +143,7 @@ BUGS = (
             ('    while tl.atomic_cas(lock_ptr, 0, 1, sem="acquire") == 1:\n        pass\n', ""),
             ('    tl.debug_barrier()\n    tl.atomic_xchg(lock_ptr, 0, sem="release")\n', ""),
         ),
-        finder="order",
+        finder="race",
     ),
     Bug(
         link="https://github.com/vllm-project/vllm/pull/48872",
