@@ -28,6 +28,7 @@ def pytest_run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_as_typed_it_measures_and_compares_with_the_run_before(tmp_path: Path) -> None:
     one = next(str(subject.id) for subject in subjects() if str(subject.id).startswith("swiglu-T=1"))
     chosen = [

@@ -59,6 +59,7 @@ def test_a_yaml_names_folders_of_architectures(plan: MakePlan, model: Path, tmp_
             plan(**keys, architectures_from=["broken"])
 
 
+@pytest.mark.slow
 def test_an_experiment_serves_one(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()

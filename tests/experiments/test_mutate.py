@@ -24,6 +24,7 @@ def ended(verdicts: dict[str, int]) -> list[Outcome]:
     return [Outcome(TRIAL, fates[verdict]) for verdict, count in verdicts.items() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_mutants_of_one_op_as_json() -> None:
     result = CliRunner().invoke(app, ["check", "--mutate", "swiglu", "--variant", "fused", "--quota", "1", "--json"])
     assert result.exit_code == 0, result.output

@@ -20,9 +20,12 @@ VARIANTS = [(op.name, name) for op in OPS.values() for name in op.variants]
 BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("configs=(Config(), Config(num_warps=8)), ", "")]
 
 
+_SLOW = ("dequant_gemm", "paged_prefill", "gate_up_swiglu")
+"""Their wide cases take 4 to 20 s of a processor for each variant: weights and contexts as wide as a model's."""
+
+
 def parameters(op: str, variant: str) -> Any:
-    """Those of dequant_gemm are as wide as a model's weights: two thirds of all that these cases take."""
-    return pytest.param(op, variant, marks=[pytest.mark.slow] if op == "dequant_gemm" else [])
+    return pytest.param(op, variant, marks=[pytest.mark.slow] if op in _SLOW else [])
 
 
 @pytest.mark.parametrize(("op", "variant"), [parameters(*names) for names in VARIANTS])
@@ -124,6 +127,7 @@ def test_held_axes_and_a_held_config_are_held() -> None:
     assert 2 <= len(held) < len(list(wide_cases(decode)))
 
 
+@pytest.mark.slow
 def test_a_fault_that_only_a_corner_shows_is_a_killed_mutant() -> None:
     """A masked part counts as one of logit 0: nothing beside any weight that is no less than 2**-126 of it."""
     decode = list(tkernels.OPS["paged_decode"].variants.values())

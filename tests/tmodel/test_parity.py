@@ -281,9 +281,14 @@ def test_the_arms_hold_every_triton_variant_that_a_model_can_reach() -> None:
         assert {(op, variant) for arm in triton_arms(called) for op, variant in arm.items()} == every
 
 
-@pytest.mark.parametrize(
-    "choices", triton_arms(called_ops(random_config(PRESETS["tiny"].config))), ids=lambda arm: "-".join(arm.values())
-)
+def arms_of_tiny() -> list[Any]:
+    """The first arm, and the others as slow ones: each runs a model in the interpreter for ten seconds."""
+    arms = triton_arms(called_ops(random_config(PRESETS["tiny"].config)))
+    slow = [[], *([pytest.mark.slow] for _ in arms[1:])]
+    return [pytest.param(arm, marks=one, id="-".join(arm.values())) for arm, one in zip(arms, slow, strict=True)]
+
+
+@pytest.mark.parametrize("choices", arms_of_tiny())
 def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices: dict[str, str]) -> None:
     assert_triton_parity(random_model(tmp_path), [choices])
 

@@ -135,7 +135,13 @@ if tokens == 4:
     assert left == [[], [], [], []]  # three processes for the checks, one for the times
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_when_the_driver_is_gone_so_is_everything_that_it_started(tmp_path: Path, run_id: str, number: int) -> None:
     write_variant(tmp_path / "mine", doing(f"open({str(tmp_path / 'here')!r}, 'w'); {DEATHS['hangs']}"))
     file = experiment(tmp_path, variants_from=["mine"], kernels={"swiglu": ["torch", "doubled"]}, replicates=3)

@@ -95,6 +95,7 @@ def assert_peak(small: Path, large: Path, choices: Mapping[str, str]) -> None:
     assert 0.8 * on_disk < kept < peak < 1.3 * on_disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "kind"),
     [
