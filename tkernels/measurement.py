@@ -225,7 +225,10 @@ def prepare(variant: Variant, case: Case) -> Prepared:
         return Prepared(case, arguments, variant)
     spent_us = sum(seconds for _, seconds in weights.values()) * 1e6
     ours = all(isinstance(value, type(given[name])) for name, value in made.items())
-    taken, checked = (replace(case, inputs=arguments), variant) if ours else (case, _with_made_weight(variant, made))
+    loaded = {name: given[name] for name in made}
+    taken, checked = (
+        (replace(case, inputs=arguments, loaded=loaded), variant) if ours else (case, _with_made_weight(variant, made))
+    )
     return Prepared(taken, arguments, checked, spent_us, storage_bytes(made))
 
 

@@ -1,12 +1,14 @@
 """What a weight op's variant does to a weight once, when it is loaded, and what that cost."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tkernels.variant import Variant
+from tkernels.contract import Case
+from tkernels.variant import UnsupportedError, Variant, as_it_is
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,31 @@ def timed_preparation(variant: Variant, weight: Any) -> tuple[Any, float]:
     made = variant.prepare(weight)
     _wait_for(device)
     return made, time.perf_counter() - start
+
+
+def prepare_weights(variant: Variant, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments with each weight as the variant keeps it."""
+    return {name: variant.prepare(one) if hasattr(one, "map_tensors") else one for name, one in arguments.items()}
+
+
+def prepared_case(variant: Variant, case: Case) -> Case:
+    """The case with its weight as the variant keeps it, which loading a model makes; `loaded` has what the definition
+    reads. The case itself where the variant takes the weight as it is, or makes another project's object of it.
+
+    Raises:
+        UnsupportedError: The weight has a form that no checkpoint has, and the variant would make another of it.
+        Whatever `prepare` raises.
+    """
+    if variant.prepare is as_it_is or case.loaded:
+        return case
+    made = prepare_weights(variant, case.inputs)
+    loaded = {name: one for name, one in case.inputs.items() if made[name] is not one}
+    if not loaded or not all(isinstance(made[name], type(one)) for name, one in loaded.items()):
+        return case
+    for axis, value in case.contract.loaded.items():
+        if case.axes.get(axis, value) != value:
+            raise UnsupportedError(f"prepare gets weights as checkpoints have them: {axis}={value}")
+    return replace(case, inputs=made, loaded=loaded)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -238,5 +238,5 @@ def _unsupported_way(variant: Variant, ranges: AxisRanges, device: torch.device,
         except (ValueError, UnsupportedError) as error:
             return str(error)
         except KeyError as error:
-            return f"its support depends on the axis {error}, which the model does not give"
+            return f"its support depends on the axis {error}, which the model does not give: axes.get reads such a one"
     return None

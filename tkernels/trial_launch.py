@@ -21,6 +21,7 @@ from tkernels.device import device_facts
 from tkernels.errors import TKernelsError
 from tkernels.launch import Run
 from tkernels.names import suggest_name
+from tkernels.preparation import prepare_weights
 from tkernels.source_hash import is_jit
 from tkernels.variant import Variant
 from tkernels.workspace import Buffer
@@ -107,9 +108,13 @@ def _supported_calls(variant: Variant) -> Iterator[tuple[dict[str, Any], Axes]]:
         if refused is not None and not (isinstance(refused, str) and refused):
             raise _BrokenError(_fault_of(variant, "supports", f"returns {refused!r}, not None or a reason"))
         try:
-            arguments = _ask(variant, "prepare", partial(_prepare, variant, loaded))
+            arguments = _ask(variant, "prepare", partial(prepare_weights, variant, loaded))
             axes, _ = contract.bind_axes(arguments)
-        except ContractError:  # another project's object, which only its own function takes
+        except ContractError as error:  # another project's object, which only its own function takes
+            if refused is None and variant.launch is not None:
+                raise _BrokenError(
+                    _fault_of(variant, "prepare", f"returns what the op does not take: {error}")
+                ) from None
             continue
         except _BrokenError:
             if refused is None:
@@ -133,11 +138,6 @@ def _options_off(variant: Variant) -> Axes:
 def _chooser(seed: int) -> Choose:
     draws = random.Random(seed)
     return lambda name, candidates: draws.choice(list(candidates))
-
-
-def _prepare(variant: Variant, loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call with weights as the variant keeps them."""
-    return {name: variant.prepare(one) if hasattr(one, "map_tensors") else one for name, one in loaded.items()}
 
 
 def _ask(variant: Variant, field: str, function: Callable[[], T]) -> T:

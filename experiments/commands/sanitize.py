@@ -30,6 +30,7 @@ from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import group_by, make_table, status_text
 from tkernels import UnknownNameError
 from tkernels.device import device_facts, first_device
+from tkernels.preparation import prepared_case
 from tkernels.silence import silenced
 from tkernels.verification.check import outside_folder, replay_command
 from tkernels.verification.sanitizers.base import (
@@ -135,7 +136,7 @@ def _draw(request: CheckRequest, subject: Subject, sanitizer: Sanitizer) -> Sequ
     if subject.is_one_case:
         if config is None and variant.launch is not None:
             config = variant.default_config(device_facts(device).arch)
-        case = variant.contract.case(subject.axes, request.seed, device)
+        case = prepared_case(variant, variant.contract.case(subject.axes, request.seed, device))
         return [(case, config)] if sanitizer.takes(case) else []
     cases = sanitizer_cases(sanitizer, variant, request.examples, request.seed, subject.axes, device, config)
     return smallest_first(cases)[0]

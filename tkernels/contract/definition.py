@@ -20,12 +20,16 @@ from tkernels.overlap import shared_memory
 
 @dataclass(frozen=True)
 class Case:
-    """One point of an op with its inputs: what the oracle, the variants, the roofline and the timer all see."""
+    """One point of an op with its inputs: what the oracle, the variants, the roofline and the timer all see.
+
+    loaded: Those weights that a variant has made its own form of, in `inputs`, as they were before.
+    """
 
     contract: "Contract"
     axes: Axes
     seed: int
     inputs: Mapping[str, Any]
+    loaded: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes_moved(self) -> int:
@@ -60,6 +64,7 @@ class Contract:
         benchmarks: Realistic points, by name.
         inspected: By name, what a benchmark point has to be at, or to leave open, to be compiled beside the last of
             all: where a kernel is other code there.
+        loaded: The axes of a weight as checkpoints have it, which is what a variant's `prepare` gets.
         corners: Points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
         batching: How its batch is taken apart; without one, `batch_invariant` cannot be tested.
         work: What its time goes into: by this the inspection knows what its code must have, and a report groups it.
@@ -80,6 +85,7 @@ class Contract:
     constraints: tuple[Constraint, ...] = ()
     benchmarks: Mapping[str, Axes] = field(default_factory=dict)
     inspected: Mapping[str, Axes] = field(default_factory=dict)
+    loaded: Axes = field(default_factory=dict)
     corners: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
     work: Work = "traffic"

@@ -15,8 +15,9 @@ from tkernels.device import device_facts
 from tkernels.inputs import clone_inputs, outside_views, tensors_in, widen_floats
 from tkernels.launch import Door
 from tkernels.mode import MODE
+from tkernels.preparation import prepared_case
 from tkernels.tuning import NEAREST
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
 from tkernels.verification.accuracy import LUCK, Verdict, judge
 from tkernels.verification.calls import NotZeroError, call, same_bits, wanted_outputs
 from tkernels.verification.draws import drawn_cases, wide_cases
@@ -121,6 +122,14 @@ def check_case(
     offsets: whether the interpreter also runs it on strides faked past 2**31, in hundreds of GiB of address space.
     """
     contract = case.contract
+    try:
+        case = prepared_case(variant, case)
+    except (Exception, SystemExit) as error:
+        is_refused = isinstance(error, UnsupportedError)
+        outcome = ("unsupported", str(error)) if is_refused else ("failed", describe_error(error))
+        return CheckResult(
+            contract.name, variant.name, case.axes, case.seed, config, *outcome, {}, outside_folder(variant)
+        )
     arguments = contract.bind_arguments((), case.inputs)
     axes, device = contract.bind_axes(arguments)
     facts = device_facts(device)
@@ -129,7 +138,7 @@ def check_case(
     named = (contract.name, variant.name, case.axes, case.seed, config)
     if reason := variant.unsupported_reason(axes, device, facts):
         return CheckResult(*named, "unsupported", reason, {}, outside_folder(variant))
-    status, fault, verdicts = _run_and_judge(variant, arguments, axes, config, door, slack)
+    status, fault, verdicts = _run_and_judge(variant, arguments, case.loaded, axes, config, door, slack)
     if status == "ok" and offsets and (fault := _offsets_fault(variant, case, config)):
         status = "failed"
     return CheckResult(*named, status, fault, verdicts, outside_folder(variant))
@@ -138,12 +147,15 @@ def check_case(
 def _run_and_judge(
     variant: Variant,
     arguments: Mapping[str, Any],
+    loaded: Mapping[str, Any],
     axes: Axes,
     config: Config | None,
     door: Door | None,
     slack: float,
 ) -> tuple[str, str, Mapping[str, Verdict]]:
-    """(status, reason, verdicts) of one call on copies of the arguments."""
+    """(status, reason, verdicts) of one call on copies of the arguments, of which the definition reads those of
+    `loaded` as they were before the variant prepared them.
+    """
     contract, mine = variant.contract, clone_inputs(arguments)
     before = outside_views(mine, (*contract.writes, *contract.consumes))
     try:
@@ -154,7 +166,7 @@ def _run_and_judge(
         return "failed", describe_error(error), {}
     if reason := _changed_outside(contract, before, arguments, mine) or _misshapen_output(contract, axes, got):
         return "wrong", reason, {}
-    verdicts, reason = judge_results(variant, arguments, axes, got, slack)
+    verdicts, reason = judge_results(variant, {**arguments, **loaded}, axes, got, slack)
     is_right = not reason and all(verdict.ok for verdict in verdicts.values())
     return "ok" if is_right else "wrong", reason, verdicts
 

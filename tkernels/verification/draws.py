@@ -11,8 +11,9 @@ from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, Contract, ContractError, Int, Value
 from tkernels.device import INTERPRETER, device_facts
 from tkernels.inputs import clone_inputs, tensors_in
+from tkernels.preparation import prepared_case
 from tkernels.tuning import candidates
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
 from tkernels.verification.calls import call
 from tkernels.verification.covering import Cover, chooser, hidden_levels
 from tkernels.verification.size_limits import draw_inside, far_sizes, sizes_to_reach
@@ -64,7 +65,10 @@ def draw(
         if not inside:
             raise
         return None  # the op's rules leave no room beside these sizes
-    case = contract.case(axes, seed, device)
+    try:
+        case = prepared_case(variant, contract.case(axes, seed, device))
+    except UnsupportedError:
+        return None
     bound, where = contract.bind_axes(contract.bind_arguments((), case.inputs))
     facts = device_facts(where)
     if variant.unsupported_reason(bound, where, facts):
@@ -237,7 +241,10 @@ def _far_case(
                 axes = variant.contract.draw_axes(smallest, {**fixed, axis.name: size})
             except ContractError:
                 continue
-            case = variant.contract.case(axes, seed + attempt, device)
+            try:
+                case = prepared_case(variant, variant.contract.case(axes, seed + attempt, device))
+            except UnsupportedError:
+                continue
             if case.flops > FAR_FLOPS:
                 break
             bound, _ = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
@@ -257,7 +264,8 @@ def _is_more(variant: Variant, case: Case, axis: Int, config: Config | None, pro
     """Whether these are more programs than at the power of two below: no grid is cut off, so none of them need run."""
     power = 1 << (int(case.axes[axis.name]).bit_length() - 1)
     try:
-        before = case.contract.case({**case.axes, axis.name: power}, case.seed, tensors_in(case.inputs)[0].device)
+        smaller = case.contract.case({**case.axes, axis.name: power}, case.seed, tensors_in(case.inputs)[0].device)
+        before = prepared_case(variant, smaller)
     except ContractError:  # a rule of the op leaves no room for it
         return True
     return config is None or count_programs(variant, before, config) < programs

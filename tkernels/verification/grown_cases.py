@@ -14,6 +14,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Choose, ContractError, Int
 from tkernels.device import device_facts
+from tkernels.preparation import prepared_case
 from tkernels.variant import Variant
 from tkernels.verification.covering import chooser
 from tkernels.verification.draws import FAR_FLOPS, GROWN_SEED, RANKS, smallest_sizes
@@ -98,7 +99,11 @@ class _SmallGrid:
         if (axes := self._axes(held)) is None:
             return None
         contract, facts = self.variant.contract, device_facts(self.device)
-        arguments = contract.bind_arguments((), contract.case(axes, self.seed, "meta").inputs)
+        try:
+            case = prepared_case(self.variant, contract.case(axes, self.seed, "meta"))
+        except Exception:  # it is no case for the variant, or its prepare reads values, of which there are none here
+            return None
+        arguments = contract.bind_arguments((), case.inputs)
         bound, _ = contract.bind_axes(arguments)
         if self.variant.unsupported_reason(bound, self.device, facts):
             return None
@@ -120,4 +125,6 @@ class _SmallGrid:
             found = axes if found is None or count >= _TIMES * fewest else found
             if count >= _TIMES * fewest:
                 break
-        return None if found is None else self.variant.contract.case(found, self.seed, self.device)
+        if found is None:
+            return None
+        return prepared_case(self.variant, self.variant.contract.case(found, self.seed, self.device))

@@ -7,8 +7,9 @@ import torch
 
 from tkernels.contract import Axes, Choose, ContractError, Int
 from tkernels.device import device_facts
+from tkernels.preparation import prepared_case
 from tkernels.registry import builtin_ops
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
 from tkernels.verification.covering import chooser
 
 _LARGEST = 2**17
@@ -115,7 +116,11 @@ def first_supported(variant: Variant, device: torch.device, inside: bool = False
             drawn = contract.draw_axes(choose, draw_inside(variant, choose) if inside else None)
         except ContractError:  # the op's rules leave no room beside these sizes
             continue
-        axes, _ = contract.bind_axes(contract.bind_arguments((), contract.case(drawn, seed, device).inputs))
+        try:
+            case = prepared_case(variant, contract.case(drawn, seed, device))
+        except UnsupportedError:
+            continue
+        axes, _ = contract.bind_axes(contract.bind_arguments((), case.inputs))
         if variant.unsupported_reason(axes, device, facts) is None:
             return axes
     return None

@@ -238,6 +238,7 @@ CONTRACT = Contract(
         "permuted": {"permuted": True},
         **{f"lookup{bits}": {"bits": bits, "coding": "lookup"} for bits in (3, 4)},
     },
+    loaded={"order": ORDERS[0]},
     corners=_corners(),
     batching=row_batching("x"),
     work="gemm",

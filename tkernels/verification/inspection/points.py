@@ -14,6 +14,7 @@ import torch
 from tkernels.contract import Axes, Contract, ContractError, Value
 from tkernels.device import DeviceFacts
 from tkernels.inputs import map_tensors
+from tkernels.preparation import prepare_weights
 from tkernels.variant import Variant
 
 POINTS = ("engine", "fp8", "fp32", "unaligned")
@@ -121,9 +122,7 @@ def _bound(variant: Variant, name: str, drawn: Axes, facts: DeviceFacts) -> Poin
     contract = variant.contract
     arguments = contract.bind_arguments((), contract.make_inputs(drawn, 0, _META))
     try:  # as loading a model does
-        arguments = {
-            name: variant.prepare(one) if hasattr(one, "map_tensors") else one for name, one in arguments.items()
-        }
+        arguments = prepare_weights(variant, arguments)
     except Exception as error:  # a variant may be anyone's, and may read values, of which there are none here
         return Point(name, drawn, drawn, arguments, f"its prepare does not work on meta tensors: {error}")
     arguments = map_tensors(arguments, lambda tensor: tensor.to(_META))

@@ -22,6 +22,7 @@ from tkernels.contract import Case
 from tkernels.device import INTERPRETER
 from tkernels.inputs import clone_inputs, whole_storage
 from tkernels.isolation import Prepare
+from tkernels.preparation import prepared_case
 from tkernels.registry import Registry, registry_of
 from tkernels.variant import Variant, as_it_is
 from tkernels.verification.ahead_of_time import activate
@@ -264,7 +265,9 @@ def _original(task: Mapping[str, Any], cases: Cases) -> Work:
         return lambda tell: _tabled(variant, points) or survived
     if task["stage"] == "claims":
         return lambda tell: broken_claim(variant, task["seed"]) or survived
-    named = [(variant.contract.case(one["axes"], one["seed"]), Config.of(one["config"])) for one in task["cases"]]
+    cases_named = (variant.contract.case(one["axes"], one["seed"]) for one in task["cases"])
+    configs = (Config.of(one["config"]) for one in task["cases"])
+    named = [(prepared_case(variant, case), config) for case, config in zip(cases_named, configs, strict=True)]
     return lambda tell: _killed(variant, {task["stage"]: named}, task["seconds"], tell)
 
 
@@ -300,7 +303,7 @@ def _compile(task: Mapping[str, Any], cases: Cases) -> Work:
         codes: list[str | None] = []
         reason = ""
         for named in task["cases"]:
-            case = variant.contract.case(named["axes"], named["seed"])
+            case = prepared_case(variant, variant.contract.case(named["axes"], named["seed"]))
             try:
                 codes.append(reader.read(variant, case, Config.of(named["config"])))
             except Exception as error:

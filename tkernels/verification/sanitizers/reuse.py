@@ -13,6 +13,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.inputs import clone_inputs, poison, tensors_in
+from tkernels.preparation import prepared_case
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import LUCK
 from tkernels.verification.calls import Place, bits, call, first_difference
@@ -33,14 +34,15 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     storages = clone_inputs(case.inputs)
     other = _alike_case(case)
     assert other is not None, "a case without another of its shapes is not taken"
+    other = prepared_case(variant, other)
     # The other case in fresh storages, which live on: nothing else may come to lie where they are.
-    fresh = _overwritten(clone_inputs(storages), other)
-    before = clone_inputs(fresh)
+    fresh = _overwritten(clone_inputs(storages), other.inputs)
+    before = {**clone_inputs(fresh), **_overwritten(clone_inputs(case.loaded), other.loaded)}
     expected = call(variant, fresh, config)
     first = call(variant, storages, config, place=keep)
-    if wrong := _fault(variant, before, expected) or _fault(variant, case.inputs, first):
+    if wrong := _fault(variant, before, expected) or _fault(variant, {**case.inputs, **case.loaded}, first):
         return f"after a call with other values of the same shapes: {wrong}"
-    inputs = _overwritten(storages, other)
+    inputs = _overwritten(storages, other.inputs)
     second = call(variant, inputs, config, place=_taking(iter(kept)))
     second = {name: _with_poison(result, expected[name]) for name, result in second.items()}
     wrong = (first_difference(expected, second) if variant.deterministic else None) or _fault(variant, before, second)
@@ -76,12 +78,12 @@ def _alike_case(case: Case) -> Case | None:
     return None
 
 
-def _overwritten(inputs: Mapping[str, Any], case: Case) -> dict[str, Any]:
-    """These tensors with a case's values, and its other arguments.
+def _overwritten(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """These tensors with another case's values, and its other arguments.
 
     A weight whose tensors have other shapes, as outliers are of another number, keeps its values.
     """
-    return {name: _copied(value, case.inputs[name]) for name, value in inputs.items()}
+    return {name: _copied(value, others[name]) for name, value in inputs.items()}
 
 
 def _copied(value: Any, other: Any) -> Any:
