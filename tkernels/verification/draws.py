@@ -149,6 +149,8 @@ _WIDE_TRIES = 40
 
 RANKS = (0,) * 8 + (1, 2, 3, 4)
 """Of each try at a case of small sizes: the smallest several times first, for a variant may take one coding of four."""
+_CUT_POWERS, _CUT_PROGRAMS = (8, 10, 12, 13), 5000
+"""Of batches at which a grid may end, and of its programs there: 4,096 of one row each take some seconds."""
 _FAR_PROGRAMS, FAR_FLOPS = 260, 600_000
 """Of a far case: the latter, also of a grown one, bounds the loops within a program."""
 
@@ -189,7 +191,9 @@ def count_wide_cases(
 ) -> int:
     """How many `wide_cases` there are at most."""
     held = fixed or {}
-    return len(_wide_plans(variant, held, config, torch.device(device))) + len(_far_axes(variant, held, config))
+    far = _far_axes(variant, held, config)
+    cut = sum(axis.batch for axis in far)
+    return len(_wide_plans(variant, held, config, torch.device(device))) + len(far) + cut
 
 
 def wide_cases(
@@ -219,6 +223,8 @@ def wide_cases(
                 break
     for axis in _far_axes(variant, fixed or {}, config):
         if (drawn := _far_case(variant, axis, seed + FAR_SEED, fixed or {}, where)) is not None:
+            yield drawn
+        if axis.batch and (drawn := _cut_case(variant, axis, seed + FAR_SEED, fixed or {}, where)) is not None:
             yield drawn
 
 
@@ -257,6 +263,34 @@ def _far_case(
             if programs <= _FAR_PROGRAMS or not _is_more(variant, case, axis, config, programs):
                 return case, config
             break
+    return None
+
+
+def _cut_case(
+    variant: Variant, axis: Int, seed: int, fixed: Axes, device: torch.device
+) -> tuple[Case, Config | None] | None:
+    """The first batch at which a grid that has grown with it grows no more: its programs walk what is cut off, or leave
+    it out. None where it grows on, as far as the batches are cheap, or never did.
+    """
+    config, counts = None, [0, 0]
+    for size in (2**power + 1 for power in _CUT_POWERS):
+        try:
+            axes = variant.contract.draw_axes(
+                smallest_sizes(variant.contract, chooser(seed), 0), {**fixed, axis.name: size}
+            )
+            case = prepared_case(variant, variant.contract.case(axes, seed, device))
+        except (ContractError, UnsupportedError):
+            return None
+        bound, _ = variant.contract.bind_axes(variant.contract.bind_arguments((), case.inputs))
+        if case.flops > FAR_FLOPS or variant.unsupported_reason(bound, device, device_facts(device)):
+            return None
+        try:
+            config = config or _fewest_programs(variant, case, device)[0]
+            counts.append(count_programs(variant, case, config) if config is not None else 0)
+        except (Exception, SystemExit):  # a launcher that raises is for `check_case` to report
+            return None
+        if counts[-3] < counts[-2] == counts[-1] and counts[-3]:
+            return (case, config) if counts[-1] <= _CUT_PROGRAMS else None
     return None
 
 

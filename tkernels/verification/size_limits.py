@@ -40,7 +40,7 @@ def sizes_to_reach(variant: Variant, device: torch.device) -> list[tuple[str, in
         axis = contract.axis_by_name[name]  # type: ignore[assignment]  # a region is of sizes
         if not any(low <= size <= high for size in (*axis.draws, *axis.wide)):
             found += _first_beyond(variant, axis, low - 1, device)
-        found += [(name, high)] if high > max((*axis.draws, *axis.wide)) else []
+        found += [(name, min(high, _LARGEST))] if high > max((*axis.draws, *axis.wide)) else []
     return [(name, size) for name, size in dict.fromkeys(found) if size <= min(_LARGEST, own.get(name, _LARGEST))]
 
 
@@ -91,20 +91,21 @@ def last_alike(alike: Callable[[int], bool], start: int, end: int) -> int | None
 def far_sizes(axis: Int) -> list[int]:
     """Sizes far beyond the draws, the largest first, of which a check takes the first that costs it little.
 
-    They are just past powers of two: 32,768 wraps an index of 16 bits, 8,192 and 1,024 are what tables, buffers and
-    grids are cut off at. A member of a batch is a program as a rule, so there 1,024 is as far as it goes. What may be
-    absent, a window or a padding, is no size. The next multiple of 128 is for what comes in whole groups. Where the op
-    allows none of them, its largest is as far.
+    They are a quarter past powers of two, so that what is left out beyond one is a fifth of a sum: 32,768 wraps an
+    index of 16 bits, 8,192 and 1,024 are what tables, buffers and grids are cut off at. A member of a batch is a
+    program as a rule, so there it is just past 1,024, and a case of its own has the batch at which a grid ends. What
+    may be absent, a window or a padding, is no size. The next multiple of 128 is for what comes in whole groups. Where
+    the op allows none of them, its largest is as far.
 
     Not all are reached. Sequences and KV heads of paged attention are programs that each do much: 1,025 of either took
     11 to 20 s of CPU a variant. What launchers do with so many members is seen in dry runs (`batch_growth`).
     """
     if axis.low == 0 and not axis.batch:
         return []
-    powers = (2**10,) if axis.batch else (2**15, 2**13, 2**10)
-    sizes = (power + beyond for power in powers for beyond in (1, 128))
+    bases = (2**10,) if axis.batch else (2**15 + 2**13, 2**13 + 2**11, 2**10 + 2**8)
+    sizes = (base + beyond for base in bases for beyond in (1, 128))
     found = [size for size in sizes if max(axis.draws) < size <= axis.high]
-    return found or [axis.high] * (max(axis.draws) < axis.high <= max(powers))
+    return found or [axis.high] * (max(axis.draws) < axis.high <= max(bases))
 
 
 def first_supported(variant: Variant, device: torch.device, inside: bool = False) -> Axes | None:
@@ -136,7 +137,7 @@ def draw_inside(variant: Variant, choose: Choose) -> Axes:
         if low > _LARGEST:
             raise ContractError(f"{variant.name} is for {name} from {low:,}, and none beyond {_LARGEST:,} is checked")
         last = low if variant.contract.axis_by_name[name].batch else high
-        sizes = sorted({low, -(-low // 128) * 128, last})
+        sizes = sorted({low, -(-low // 128) * 128, min(last, _LARGEST)})
         held[name] = choose(name, [size for size in sizes if size <= min(high, _LARGEST)])
     return held
 
