@@ -176,7 +176,8 @@ HOST_READS = {
         "paged_decode.one_pass", ("import numpy", "longest = numpy.from_dlpack(context_lens).max(initial=0)")
     ),
     "dlpack_caught": Planted(
-        "swiglu.doubled", ("import numpy", "try:", "    numpy.from_dlpack(gate_up)", "except BufferError:", "    pass")
+        "swiglu.doubled",
+        ("import numpy", "try:", "    numpy.from_dlpack(gate_up.float())", "except BufferError:", "    pass"),
     ),
     "printed": Planted("swiglu.doubled", ('f"{gate_up}"',)),
     "formatted": Planted("rms_norm.row_per_program", ('f"{weight.sum():.3f}"',)),
