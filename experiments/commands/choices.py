@@ -102,7 +102,7 @@ def parse_axes(contract: Contract, text: str, option: str = "--axes") -> dict[st
         if isinstance(axis, Int):
             parsed: Value | None = int(value) if _WHOLE_NUMBER.fullmatch(value) else None
         else:
-            parsed = next((legal for legal in axis.legal or axis.draws if str(legal) == value), None)
+            parsed = axis.parse(value)
         if parsed is None or not axis.allows(parsed):
             raise ExperimentError([f"{option}: {name}={value}, but {axis.rule}"])
         axes[name] = parsed

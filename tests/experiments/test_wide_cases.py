@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 from experiments.commands.choices import parse_axes
+from experiments.document import ExperimentError
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
 from tkernels.verification.draws import chooser
@@ -70,3 +71,11 @@ def test_drawn_axes_are_read_as_a_replay_writes_them(op: str) -> None:
     for seed in range(50):
         axes = contract.draw_axes(chooser(seed))
         assert parse_axes(contract, ",".join(f"{name}={value}" for name, value in axes.items())) == axes
+
+
+def test_a_choice_is_read_as_yaml_writes_it_and_said_once() -> None:
+    contract = OPS["dequant_gemm"].contract
+    assert parse_axes(contract, "sparse=true") == {"sparse": True}
+    assert parse_axes(contract, "sparse=false") == {"sparse": False}
+    with pytest.raises(ExperimentError, match=r"sparse=yes, but sparse in \(True, False\)$"):
+        parse_axes(contract, "sparse=yes")

@@ -172,6 +172,13 @@ HOST_READS = {
     "cpu": Planted("rms_norm.row_per_program", ("first = x.cpu()",)),
     "numpy": Planted("gelu.tile_per_program", ("x.float().numpy()",)),
     "as_array": Planted("swiglu.doubled", ("import numpy", "numpy.asarray(gate_up.float())")),
+    "by_a_dlpack_of_numpy": Planted(
+        "paged_decode.one_pass", ("import numpy", "longest = numpy.from_dlpack(context_lens).max(initial=0)")
+    ),
+    "dlpack_caught": Planted(
+        "swiglu.doubled",
+        ("import numpy", "try:", "    numpy.from_dlpack(gate_up.float())", "except BufferError:", "    pass"),
+    ),
     "printed": Planted("swiglu.doubled", ('f"{gate_up}"',)),
     "formatted": Planted("rms_norm.row_per_program", ('f"{weight.sum():.3f}"',)),
     "nonzero": Planted("merge_states.head_tile", ("torch.nonzero(lse_a)",)),

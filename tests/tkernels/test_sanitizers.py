@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.tkernels.outside import write_variant
+from tests.tkernels.outside import DOUBLED, write_copy, write_variant
 from tkernels import OPS
 from tkernels.config import Config
 from tkernels.inputs import poisoned_views
@@ -212,6 +212,30 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
 ]
 
 
+WALKED = """@triton.jit
+def walked(out_ptr, gate_up_ptr, stride_gate_up_t, stride_out_t, width, tokens, offs, mask):
+    for back in range(0, tokens):
+        row = (tokens - 1 - back){factor}
+        gate = tl.load(gate_up_ptr + row * width * 2 + offs, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(gate_up_ptr + row * width * 2 + width + offs, mask=mask, other=0.0).to(tl.float32)
+        out = gate / (1 + tl.exp(-gate)) * up
+        tl.store(out_ptr + row * width + offs, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+"""
+WALKING = [
+    ("width, FACTOR: ", "width, tokens, FACTOR: "),
+    ("FACTOR=1,", "FACTOR=1, tokens=tokens,"),
+    ("(tokens,), out_ptr", "(min(tokens, 1),), out_ptr"),
+    ("    row = tl.program_id(0).to(tl.int64)\n", ""),
+    (
+        DOUBLED[DOUBLED.index("    gate = tl") : DOUBLED.index("\n\n\ndef launch")],
+        "    walked(out_ptr, gate_up_ptr, stride_gate_up_t, stride_out_t, width, tokens, offs, mask)",
+    ),
+]
+"""One program walks all rows backwards, in a helper."""
+
+
 def load(folder: Path, *changes: tuple[str, str]) -> Variant:
     return OPS.with_variants_from(write_variant(folder, *changes))["swiglu"].variants["doubled"]
 
@@ -232,6 +256,25 @@ def test_a_planted_bug_is_found(name: str, changes: list[tuple[str, str]], messa
     assert found
     assert message in found[0].message
     assert found[0].replay.startswith(f"tk check --sanitize {name} --variants-from {tmp_path} --op swiglu")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "eps = KEPT.setdefault((x.data_ptr(), x.shape), eps)",
+        "x = KEPT.setdefault((x.data_ptr(), x.shape, eps), x.clone())",
+        "LAST[:] = LAST if LAST[:1] == [(x.data_ptr(), x.shape, eps)] else [(x.data_ptr(), x.shape, eps), x.clone()]; "
+        "x = LAST[1]",
+    ],
+    ids=["a number is remembered", "rows are remembered by a number too", "of the last call alone"],
+)
+def test_reuse_finds_what_is_remembered_of_a_number_or_by_it(first: str, tmp_path: Path) -> None:
+    changes = ("def launch(", "KEPT, LAST = {}, []\n\n\ndef launch(")
+    write_copy(tmp_path, "rms_norm.row_per_program", "remembering", changes, first=[first])
+    variant = OPS.with_variants_from(tmp_path)["rms_norm"].variants["remembering"]
+    # Not of shapes that an earlier case had at the same address.
+    found = findings("reuse", variant, 8)
+    assert any("is not as in fresh ones" in finding.message for finding in found)
 
 
 def test_reuse_takes_no_case_that_has_no_other_of_its_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -291,6 +334,20 @@ def test_an_int32_offset_built_from_a_size_is_found_where_the_size_is_large(tens
     found = [f for f in sanitized(SANITIZERS["overflow"], variant, 8, fixed=axes) if f is not None]
     assert any("int32 overflow" in finding.message and "at T = " in finding.message for finding in found)
     assert {r.status for r in drawn_results(variant, 8, fixed=axes)} == {"ok"}
+
+
+@pytest.mark.parametrize(("factor", "found"), [(".to(tl.int64)", False), ("", True)])
+def test_a_program_that_walks_a_huge_batch_in_a_helper_is_ended_there(factor: str, found: bool, tmp_path: Path) -> None:
+    """The last rows first: an int32 offset overflows before the program has done enough."""
+    helper = WALKED.format(factor=factor)
+    variant = load(tmp_path, ("@triton.jit\n", helper + "@triton.jit\n"), *WALKING)
+    messages = [
+        finding.message
+        for finding in sanitized(SANITIZERS["overflow"], variant, 4, fixed={"layout": "contiguous"})
+        if finding is not None
+    ]
+    assert any("int32 overflow" in message and "at T = " in message for message in messages) == found
+    assert found or not messages
 
 
 def test_float_atomics_touch_no_memory_where_offsets_are_faked(tmp_path: Path) -> None:

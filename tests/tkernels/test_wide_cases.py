@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tkernels
 from tests.conftest import DEVICE
@@ -12,7 +13,7 @@ from tkernels import OPS, Config
 from tkernels.device import INTERPRETER, device_facts
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case, drawn_results, wide_results
-from tkernels.verification.draws import chooser, count_wide_cases, wide_cases
+from tkernels.verification.draws import _wide_plans, chooser, count_wide_cases, wide_cases
 from tkernels.verification.mutation.campaign import outcomes, trials
 from tkernels.verification.mutation.pool import Pool
 
@@ -79,6 +80,32 @@ def test_a_kernel_that_is_right_up_to_257_wide_is_found(tmp_path: Path) -> None:
     wrong = planted(tmp_path, "rms_norm", "row_per_program", "/ hidden +", "/ tl.minimum(hidden, 257) +")
     assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
     assert "wrong" in {result.status for result in wide_results(wrong)}  # not of faint rows, whose epsilon is all
+
+
+def test_a_kernel_that_is_wrong_of_one_block_of_wide_rows_is_found(tmp_path: Path) -> None:
+    wrong = planted(
+        tmp_path, "rms_norm", "row_per_program", "/ hidden +", "/ (hidden if BLOCK_H != 8192 else BLOCK_H) +"
+    )
+    assert {result.status for result in drawn_results(wrong, 20)} == {"ok"}
+    assert "wrong" in {result.status for result in wide_results(wrong)}
+
+
+@pytest.mark.parametrize("op", [op.name for op in OPS.values() if "values" in op.contract.axis_by_name])
+def test_the_first_wide_draw_is_of_ordinary_values_and_what_is_held_is_held(op: str) -> None:
+    for variant in OPS[op].variants.values():
+        for fixed, values in (({}, ["ordinary", None]), ({"values": "tiny"}, ["tiny", "tiny"])):
+            wide = [held for held, _, is_wide in _wide_plans(variant, fixed, None, torch.device("cpu")) if is_wide]
+            assert [held.get("values") for held in wide[:2]] == values
+
+
+@pytest.mark.parametrize("scaled", ["is None", "is not None"])
+def test_what_an_fp8_cache_saturates_is_looked_at_with_and_without_a_scale(scaled: str, tmp_path: Path) -> None:
+    """Negative values alone, and only where they have been divided, or have not."""
+    before = "values = tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0)"
+    after = before.replace("-448.0", f"-448.0 if scale_ptr {scaled} else -1.0e30")
+    wrong = planted(tmp_path, "kv_scatter", "token_per_program", before, after)
+    for seed in range(3):
+        assert "wrong" in {result.status for result in wide_results(wrong, seed)}
 
 
 def test_an_attention_that_sees_the_last_330_keys_alone_is_found(tmp_path: Path) -> None:

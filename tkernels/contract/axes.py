@@ -65,7 +65,14 @@ class Choice:
 
     @property
     def rule(self) -> str:
-        return f"{self.name} in ({', '.join(map(str, self.legal or self.draws))})"
+        return f"{self.name} in ({', '.join(dict.fromkeys(map(str, self.legal or self.draws)))})"
+
+    def parse(self, text: str) -> Value | None:
+        """The value that a text means, true and false also as YAML writes them; None where it means none."""
+        for value in self.legal or self.draws:
+            if text == str(value) or (isinstance(value, bool) and text == str(value).lower()):
+                return value
+        return None
 
 
 Axis = Int | Choice

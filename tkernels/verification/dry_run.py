@@ -95,7 +95,10 @@ def dry_run(
 
 
 _READS = "reads a tensor's values on the host, for which a GPU is waited for and which no CUDA graph captures"
-_NO_VALUES = re.compile(r"meta tensor|meta device type|'meta' device type|register_meta|data-dependent", re.IGNORECASE)
+_NO_VALUES = re.compile(
+    r"meta tensor|meta device type|'meta' device type|register_meta|data-dependent|cannot pack tensors on meta",
+    re.IGNORECASE,
+)
 """How torch says that it would need the values of a meta tensor."""
 
 

@@ -60,7 +60,7 @@ _OF_LAUNCHERS = {
 
 def describe_error(error: BaseException) -> str:
     """What was raised, and where: its line and expression, then each caller's; with a hint where one is known."""
-    chain = list(_causes(error))
+    chain = list(raised_from(error))
     root = chain[-1]
     text = str(root)
     what = text if isinstance(root, AssertionError) and text else f"{type(root).__name__}: {text}"
@@ -70,8 +70,8 @@ def describe_error(error: BaseException) -> str:
     return "\n  ".join([what, *places, *([f"hint: {hint}"] if hint else [])])
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error; where that is the interpreter's, then what it was raised from."""
+def raised_from(error: BaseException) -> Iterator[BaseException]:
+    """The error; where that is the interpreter's, then what it was raised from, one for each function."""
     yield error
     while isinstance(error, InterpreterError) and error.__cause__ is not None:
         error = error.__cause__

@@ -202,5 +202,22 @@ CONTRACT = Contract(
         }
         for tokens in (1, 64, 4096)
     },
+    corners={
+        # Values of either sign that an fp8 cache has to saturate, divided or not, and enough of them.
+        f"saturated,{scaled}": {
+            "T": 20,
+            "Hkv": 16,
+            "D": 128,
+            "Dv": 128,
+            "P": 2,
+            "S": 16,
+            "kv": "float8_e4m3fn",
+            "k_scale": scaled == "k_scale",
+            "v_scale": scaled == "v_scale",
+            "skipped": "none",
+            "values": "huge",
+        }
+        for scaled in ("k_scale", "v_scale")
+    },
     batching=row_batching("k", "v", caches=("k_cache", "v_cache"), slots="slots"),
 )

@@ -142,5 +142,7 @@ CONTRACT = Contract(
         name: {**rotated, **scattered}
         for (name, rotated), scattered in zip(_NORM_ROPE.benchmarks.items(), _SCATTER.benchmarks.values(), strict=True)
     },
+    # Without a norm, which would make keys small.
+    corners={name: {**corner, "k_weight": False} for name, corner in _SCATTER.corners.items()},
     batching=row_batching("q", "k", "v", "positions", caches=("k_cache", "v_cache"), slots="slots"),
 )

@@ -39,7 +39,8 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     fresh = _overwritten(clone_inputs(storages), other.inputs)
     before = {**clone_inputs(fresh), **_overwritten(clone_inputs(case.loaded), other.loaded)}
     expected = call(variant, fresh, config)
-    first = call(variant, storages, config, place=keep)
+    # Nothing runs the launcher between these two calls: what it keeps of its last one alone is still there.
+    first = call(variant, storages, config, place=keep, watch_host=False)
     if wrong := _fault(variant, before, expected) or _fault(variant, {**case.inputs, **case.loaded}, first):
         return f"after a call with other values of the same shapes: {wrong}"
     inputs = _overwritten(storages, other.inputs)
@@ -68,14 +69,26 @@ def _taking(kept: Iterator[torch.Tensor]) -> Place:
 
 
 def _alike_case(case: Case) -> Case | None:
-    """Another case at the same axes whose plain tensors have the same shapes; None where none is drawn."""
+    """Another case at the same axes whose plain tensors have the same shapes; None where none is drawn.
+
+    Of an odd seed one whose numbers are equal too, if there is any: what is remembered by address and number is wrong
+    there alone. A remembered number is wrong where they are not.
+    """
+    found: Case | None = None
     device = tensors_in(case.inputs)[0].device
     for attempt in range(1, _TRIES + 1):
         other = case.contract.case(case.axes, case.seed + attempt * _APART, device)
         plain = [name for name, value in case.inputs.items() if isinstance(value, torch.Tensor)]
         if all(_alike(case.inputs[name], other.inputs[name]) for name in plain):
-            return other
-    return None
+            found = found or other
+            if case.seed % 2 == 0 or _has_same_numbers(case, other):
+                return other
+    return found
+
+
+def _has_same_numbers(case: Case, other: Case) -> bool:
+    """Whether the arguments without tensors are equal."""
+    return all(value == other.inputs[name] for name, value in case.inputs.items() if not tensors_in({name: value}))
 
 
 def _overwritten(inputs: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
