@@ -1,4 +1,4 @@
-"""Whenever a signal comes to `tk check`, it says what was done by then and what was not reached, with status 130."""
+"""Whenever a signal comes to `tk check` or `tk bench`, it says what was done by then and what not, with status 130."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import experiments.commands.check as check_command
 from experiments.cli import app
-from experiments.commands import sanitize, trials
+from experiments.commands import bench, sanitize, trials
 from tests.tkernels.outside import write_variant
 
 CHECK = ["check", "swiglu", "--examples", "1"]
@@ -94,6 +94,15 @@ def test_a_second_one_ends_it_while_it_prints(monkeypatch: pytest.MonkeyPatch) -
     kill_at(monkeypatch, check_command, "summarize")
     done = CliRunner().invoke(app, [*CHECK, "--json"])
     assert (last_line(done), done.stdout) == ("error: interrupted", "")
+
+
+def test_bench_prints_what_it_has_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_at(monkeypatch, bench, "measure", 2)
+    command = ["bench", "--op", "swiglu", "--axes", "T=4,I=64", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert "timings done; not reached, or not whole: swiglu.fused at T=4,I=64" in last_line(done)
+    assert "interrupted: 1 of " in last_line(done)
+    assert [row["variant"] for row in json.loads(done.stdout)] == ["torch"]
 
 
 KILLS = f"import os, time; os.kill(int(os.environ['TK_CHECK']), {signal.SIGTERM:d}); time.sleep(60)"
