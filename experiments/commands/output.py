@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments.exits import INTERRUPTED
 from experiments.json_alone import write_value
 from experiments.progress import ProgressLines
+from experiments.signals import INTERRUPTED
 
 
 @contextmanager

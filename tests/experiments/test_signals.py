@@ -129,7 +129,7 @@ HOOK = """
 import os, signal, sys
 class Kill:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch.nn":
+        if name == os.environ["TK_KILLED_AT"]:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             except BaseException:
@@ -138,15 +138,23 @@ sys.meta_path.insert(0, Kill())
 """
 
 
-@pytest.mark.parametrize("command", ["check", "ops"])
-def test_while_torch_is_imported(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "module", "said"),
+    [
+        ("check", "torch.nn", "tk check"),
+        ("ops", "torch.nn", "tk ops"),
+        ("ops", "typer", "tk"),
+        ("ops", "tsched.options", "tk"),
+    ],
+)
+def test_while_modules_are_imported(command: str, module: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "experiments.cli", command],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TK_KILLED_AT": module},
     )
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == f"exit status 130: interrupted before tk {command} had begun\n"
+    assert done.stderr == f"exit status 130: interrupted before {said} had begun\n"
