@@ -195,9 +195,7 @@ def test_the_others_join_and_a_broken_name_says_why(folder: Path, broken: dict[P
     ops = OPS.with_variants_from(folder, broken)
     assert set(ops["swiglu"].variants) == {*OPS["swiglu"].variants, "doubled"}
     assert set(ops["swiglu"].variants.unavailable) == {*REASONS, *NO_FILES}
-    with pytest.raises(
-        UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3; there is "
-    ):
+    with pytest.raises(UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3; there is "):
         ops["swiglu"].variants["exits"]
     with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half; there is "):
         ops["half_made"]
