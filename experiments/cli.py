@@ -7,13 +7,16 @@ from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any, get_args
 
-import typer
+from experiments.signals import Signals, ended_by_signals
 
-from experiments.commands import requests
-from experiments.exits import Signals, end, ended_by_signals, import_torch
-from experiments.json_alone import json_alone
-from experiments.option_flags import OptionFlags
-from experiments.sampling import SamplingFlags
+with ended_by_signals("interrupted before tk had begun"):
+    import typer
+
+    from experiments.commands import requests
+    from experiments.exits import end, import_torch
+    from experiments.json_alone import json_alone
+    from experiments.option_flags import OptionFlags
+    from experiments.sampling import SamplingFlags
 
 app = typer.Typer(
     name="tk",

@@ -1,21 +1,19 @@
 """How a command ends: 0 or 1 as it says; 2, with a message and no traceback, where the user can put it right."""
 
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import typer
 
 from experiments.document import ExperimentError
+from experiments.signals import INTERRUPTED
 from tsched.torch_free import suggest_name
 
-INTERRUPTED = 130
-"""The status of a command that a signal cut off: a shell's for Ctrl-C."""
+OUTPUT_CLOSED = 141
+"""Of one whose output nobody reads any more, as in `tk ops | head -1`: a shell's for what SIGPIPE ends."""
 
 
 def import_torch() -> None:
@@ -30,12 +28,17 @@ def end(command: Callable[..., int], *arguments: object) -> NoReturn:
     """Runs a command and exits with its status; what the user can put right is said without a traceback."""
     try:
         status = command(*arguments)
+        sys.stdout.flush()
     except ExperimentError as error:
         raise _refused(*error.problems) from None
     except FileExistsError as error:
         raise _refused(str(error)) from None
     except BrokenPipeError:
-        raise  # the reader of our output has gone: click's to handle
+        raise _output_closed() from None
+    except SystemExit as left:  # rich's own, which has the status of findings
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        raise _output_closed() from None
     except OSError as error:
         raise _refused(f"{error.filename}: {error.strerror}" if error.filename is not None else str(error)) from None
     except KeyboardInterrupt:
@@ -70,54 +73,16 @@ def _is_meant_for_users(error: Exception) -> bool:
     return isinstance(error, SelectionError | TuningError | ConfigError | WeightError | TrainingError)
 
 
+def _output_closed() -> typer.Exit:
+    """Nothing more is written, also not when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    return typer.Exit(OUTPUT_CLOSED)
+
+
 def _refused(*problems: str, status: int = 2) -> typer.Exit:
     """Says every problem on a line of its own."""
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return typer.Exit(status)
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-class Signals(AbstractContextManager["Signals"]):
-    """Has SIGTERM and SIGHUP do what Ctrl-C does, where they are not ignored (as under nohup).
-
-    came: Whether any has come.
-    """
-
-    def __init__(self, act: Callable[[], None] = _interrupt) -> None:
-        """act: What each does."""
-        self.came = self._are_held = False
-        self._act = act
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def hold(self) -> None:
-        """From now on the first that comes is noted alone: what has been found is said whole."""
-        self._are_held = True
-
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        is_first, self.came = not self.came, True
-        if not (self._are_held and is_first):
-            self._act()
-
-
-def ended_by_signals(why: str) -> Signals:
-    """Signals end the process at once, with status 130 and `why`: of an import, which may hide what is raised in it."""
-
-    def leave() -> None:
-        os.write(2, f"exit status {INTERRUPTED}: {why}\n".encode())
-        os._exit(INTERRUPTED)
-
-    return Signals(leave)

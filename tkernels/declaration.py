@@ -130,8 +130,9 @@ def _find_launcher_faults(variant: "Variant") -> Iterator[tuple[int | None, str]
     if got == needed:
         return
     every = needed_parameters(variant, ())
+    free = [name for name in every if name not in got]
     told = [f"has no {name}" for name in needed if name not in got]
-    told += [f"takes {name!r}, which is none of it{suggest_name(name, every)}" for name in got if name not in every]
+    told += [f"takes {name!r}, which is none of it{suggest_name(name, free)}" for name in got if name not in every]
     options = ", ".join(variant.contract.options)
     yield (
         _line_of(declared, variant.file),

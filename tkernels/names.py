@@ -19,7 +19,7 @@ class UnknownNameError(TKernelsError, KeyError, ValueError):
 
 def suggest_name(name: object, known: Iterable[str]) -> str:
     """The end of an error for an unknown name: "; did you mean ...?" with the nearest, "" where none is close."""
-    near = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    near = get_close_matches(str(name), list(known), n=1, cutoff=0.65)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -41,7 +41,7 @@ def recorded_faults(file: Path) -> Iterator[list[Fault]]:
         known = {name: one for name, one in inspect.signature(make_variant).parameters.items() if name != "self"}
         lines = {"": line_of_caller(file), **(lines_of_fields(file) if given.keys() - known.keys() else {})}
         for name in [name for name in given if name not in known]:
-            text = f"a Variant has no field {name!r}{suggest_name(name, known)}"
+            text = f"a Variant has no field {name!r}{suggest_name(name, known.keys() - given.keys())}"
             found.append(Fault(lines.get(name, lines[""]), text))
             del given[name]
         if missing := [one for one, rule in known.items() if rule.default is rule.empty and one not in given]:

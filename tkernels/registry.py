@@ -53,6 +53,9 @@ class Registry(Names[Op]):
         folder = Path(folder).resolve()
         if not folder.is_dir():
             raise VariantError(f"variants_from: {folder} is not a folder")
+        own = [file.name for file in sorted(folder.glob("*.py"))]
+        if folder.name in self and own and not op_folders(folder):
+            raise VariantError(f"variants_from: {folder} is named as an op and holds {', '.join(own)}; name its parent")
         left_out = {**self.broken, **(broken or {})}
         ops, unavailable = _join(dict(self), folder, None, left_out)
         return Registry(ops, {**self.unavailable, **unavailable}, (*self.folders, folder), left_out)
@@ -87,8 +90,11 @@ def import_outside(file: Path, failure: type[Exception]) -> ModuleType:
     except (Exception, SystemExit) as error:  # a file that exits is broken; it must not end us
         sys.modules.pop(name, None)  # it may have done so itself
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file]
-        where = f", in line {lines[-1]}" if lines else ""
-        raise failure(f"{file}: cannot be imported: {type(error).__name__}: {error}{where}") from error
+        said = str(error)
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines, said = [error.lineno], error.msg  # the rest of its text is the place
+        where = f"{file}:{lines[-1]}" if lines else str(file)
+        raise failure(f"{where}: cannot be imported: {type(error).__name__}: {said}") from error
     return module
 
 

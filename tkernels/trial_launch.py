@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from triton.runtime.jit import KernelInterface
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Choose, ContractError
@@ -76,6 +77,12 @@ class _Trial(Run):
         texts = list(_launch_faults(kernel, grid, positional, arguments))
         self.found.extend([Fault(line, text) for text in texts] or [None])
 
+    def refuse_plain(self, grid: Any) -> Callable[..., None]:
+        """In the place of `kernel[grid]`, which no check would see."""
+        text = "launch through run.launch(kernel, grid, name=...), not through kernel[grid](...)"
+        self.found.append(Fault(line_of_caller(self.variant.file), text))
+        return lambda *_, **__: None
+
 
 def _launch_faults(kernel: Any, grid: Any, positional: tuple[Any, ...], arguments: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with one call of `run.launch`."""
@@ -92,7 +99,8 @@ def _launch_faults(kernel: Any, grid: Any, positional: tuple[Any, ...], argument
         if one in _OF_CONFIG:
             yield f"{one} is the config's: say it in Config({one}=...)"
         elif one not in parameters:
-            yield f"{name} has no parameter {one!r}{suggest_name(one, parameters)}"
+            free = [parameter for parameter in parameters if parameter not in arguments]
+            yield f"{name} has no parameter {one!r}{suggest_name(one, free)}"
     needed = [one for one, parameter in parameters.items() if parameter.default is inspect.Parameter.empty]
     if missing := [one for one in needed[len(positional) :] if one not in arguments]:
         yield f"{name} is not given {', '.join(missing)}"
@@ -185,6 +193,8 @@ def _call(variant: Variant, run: _Trial, given: Mapping[str, Any]) -> None:
     nearest = {name: get_close_matches(name, known, n=1, cutoff=0.0) for name in parameters}
     mine = {name: known[name] if name in known else known[nearest[name][0]] for name in parameters}
     is_sound = list(parameters) == needed_parameters(variant, variant.left_out)
+    plain: Any = KernelInterface.__getitem__
+    KernelInterface.__getitem__ = run.refuse_plain
     try:
         variant.launch(**mine)
     except KeyError as error:
@@ -193,6 +203,8 @@ def _call(variant: Variant, run: _Trial, given: Mapping[str, Any]) -> None:
             run.found.append(Fault(line, f"KeyError: {error}; its config and workspace have {names or 'no names'}"))
     except (Exception, SystemExit):
         return
+    finally:
+        KernelInterface.__getitem__ = plain
 
 
 def _line_of_raise(error: BaseException, file: Path) -> int | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_point
-from experiments.commands.output import end_with, print_json, progress_bar
+from experiments.commands.output import end_interrupted, end_with, print_json, progress_bar
 from experiments.commands.requests import BenchRequest
 from experiments.exits import check_name
 from experiments.peers import slack_of, with_peers
@@ -33,17 +33,23 @@ def run(request: BenchRequest) -> int:
     if request.axes is not None:
         axes = parse_point(only_contract(variants, "--axes"), request.axes, "--axes")
         work = [(variant, request.axes, axes) for variant in variants]
-    rows: list[Measurement] = []
+    rows, is_interrupted = [], False
     with progress_bar("bench", len(work)) as update:
-        for variant, name, axes in work:
-            update(doing=f"{variant.contract.name}.{variant.name} {name}")
-            rows.append(measure(variant, name, axes, device, method=method, slack=slack_of(variant)))
-            update(advance=1)
+        try:
+            for variant, name, axes in work:
+                update(doing=f"{variant.contract.name}.{variant.name} {name}")
+                rows.append(measure(variant, name, axes, device, method=method, slack=slack_of(variant)))
+                update(advance=1)
+        except KeyboardInterrupt:
+            is_interrupted = True
     bad = [f"{_name(row)} at {row.point} {row.status}" for row in rows if row.status in ("wrong", "failed", "void")]
     if request.as_json:
         print_json([{"device": device_facts(device).name, **row.as_dict()} for row in rows])
     else:
         _print(Console(), rows, device, method)
+    if is_interrupted:
+        left = [f"{one.contract.name}.{one.name} at {point}" for one, point, _ in work[len(rows) :]]
+        return end_interrupted(len(work), "timings", left)
     return end_with(1, "; ".join(bad)) if bad else 0
 
 

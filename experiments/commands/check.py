@@ -30,9 +30,9 @@ from experiments.commands.trials import (
 )
 from experiments.divergence.captured_call import CapturedCall, check_captured, load_call
 from experiments.document import ExperimentError
-from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import make_table, status_text
 from experiments.runs.checked import record_checked
+from experiments.signals import INTERRUPTED, Signals
 from tkernels.device import first_device
 from tkernels.variant import Variant
 from tkernels.verification.check import CheckResult, check_case, outside_folder, replay_captured, replay_command

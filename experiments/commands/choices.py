@@ -10,6 +10,7 @@ import torch
 
 import tkernels
 from experiments.document import ExperimentError
+from experiments.peers import KERNELS
 from tkernels import Config, ContractError, Registry, UnknownNameError, VariantError
 from tkernels.contract import Axes, Contract, Int, Value
 from tkernels.measurement import complete_axes
@@ -47,7 +48,8 @@ def find_op(ops: Registry, name: str) -> Op:
 
 def _unknown(ops: Registry, error: UnknownNameError) -> ExperimentError:
     """A name that is nowhere, with the outside folders that it could have been in and what of them was left out."""
-    folders = f"; --variants-from {' '.join(map(str, ops.folders))} was looked in too" if ops.folders else ""
+    given = [str(folder) for folder in ops.folders if folder != KERNELS]
+    folders = f"; --variants-from {' '.join(given)} was looked in too" if given else ""
     left_out = [f"--variants-from: {line}" for reason in ops.broken.values() for line in reason.splitlines()]
     return ExperimentError([f"{error}{folders}", *dict.fromkeys(left_out)])
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_axes
-from experiments.commands.output import end_with, name_some, print_json, progress_bar
+from experiments.commands.output import end_interrupted, end_with, name_some, print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
 from experiments.exits import parse_names
@@ -45,12 +45,14 @@ def run(request: InspectRequest) -> int:
     variants = _choose_triton_variants(request, ops)
     if request.dump is not None:
         return _dump(request, request.dump, ops, variants, archs)
-    rows = _compile(request, ops, variants, archs)
-    if request.update_expected:
+    rows, left = _compile(request, ops, variants, archs)
+    if request.update_expected and left is None:
         _update_expected(rows, variants, archs)
     worse = _find_worse(request, rows)
     found = {row.name: [*gates.failures(row), *worse.get(row.name, [])] for row in rows}
     _show(request, rows, found)
+    if left is not None:
+        return end_interrupted(len(variants) * len(archs), "compilations", left)
     if failing := [name for name, mine in found.items() if mine]:
         return end_with(1, f"{len(failing)} kernels fail a gate or are worse than expected: {name_some(failing)}")
     if not any(row.status == "ok" for row in rows):
@@ -76,25 +78,31 @@ def _choose_triton_variants(request: InspectRequest, ops: Registry) -> list[Vari
 
 def _compile(
     request: InspectRequest, ops: Registry, variants: Sequence[Variant], archs: Sequence[str], dump: Path | None = None
-) -> list[CompiledKernel]:
-    """The rows of variants on architectures, under a progress bar."""
+) -> tuple[list[CompiledKernel], list[str] | None]:
+    """The rows of variants on architectures, under a progress bar; where it is interrupted, those that are there by
+    then, and the names of what was left undone.
+    """
     axes: Axes = parse_axes(only_contract(variants, "--axes"), request.axes) if request.axes else {}
     usual = (*POINTS, *OUTSIDE_POINTS) if request.variants_from else POINTS
     points = dict.fromkeys((*usual, *(name for one in variants for name in one.contract.inspected)))
     names = [f"{one.contract.name}.{one.name}" for one in variants]
     where = ("engine",) if axes else tuple(points)
-    seen: set[tuple[str, str, str]] = set()
+    left = [f"{name} for {arch}" for arch in archs for name in names]
+    whole: list[CompiledKernel] = []
     try:
-        with progress_bar("inspect", len(names) * len(archs)) as update:
+        with progress_bar("inspect", len(left)) as update:
 
-            def arrived(row: CompiledKernel) -> None:
-                seen.add((row.op, row.variant, row.arch))
-                update(completed=len(seen), doing=row.name)
+            def arrived(arch: str, name: str, rows: Sequence[CompiledKernel]) -> None:
+                whole.extend(rows)
+                left.remove(f"{name} for {arch}")
+                update(advance=1, doing=f"{name} for {arch}")
 
-            rows = compile_for(archs, names, axes=axes, ops=ops, points=where, dump=dump, on_row=arrived)
+            rows = compile_for(archs, names, axes=axes, ops=ops, points=where, dump=dump, on_whole=arrived)
     except CompilationError as error:
         raise ExperimentError([str(error)]) from None
-    return rows
+    except KeyboardInterrupt:
+        return whole, left
+    return rows, None
 
 
 def _update_expected(rows: Sequence[CompiledKernel], variants: Sequence[Variant], archs: Sequence[str]) -> None:
@@ -126,13 +134,15 @@ def _dump(request: InspectRequest, kind: str, ops: Registry, variants: Sequence[
     if request.op is None:
         raise ExperimentError(["--dump prints thousands of lines a kernel: name an op with --op"])
     with tempfile.TemporaryDirectory() as folder:
-        rows = _compile(request, ops, variants, archs, Path(folder))
+        rows, left = _compile(request, ops, variants, archs, Path(folder))
         for row in rows:
             its = "amdgcn" if row.arch.startswith("gfx") else kind
             path = Path(folder) / f"{row.op}.{row.variant}.{row.point}.{row.launch}.{row.arch}.{its}"
             print(f"// {row.name}, {its}" + (f": {row.reason}" if row.reason else ""))
             if path.exists():
                 print(path.read_text())
+    if left is not None:
+        return end_interrupted(len(variants) * len(archs), "compilations", left)
     failed = [row.name for row in rows if row.status == "failed"]
     return end_with(1, f"{len(failed)} kernels cannot be compiled: {name_some(failed)}") if failed else 0
 
@@ -176,7 +186,9 @@ def _compile_pair(request: InspectRequest, pair: tuple[str, str], archs: Sequenc
     variants = [one for name in pair for one in choose_variants(ops, request.op, name)]
     if others := [one.name for one in variants if one.kind != "triton"]:
         raise ExperimentError([f"--diff: {others[0]} is not a Triton variant"])
-    rows = _compile(request, ops, variants, archs)
+    rows, left = _compile(request, ops, variants, archs)
+    if left is not None:
+        raise KeyboardInterrupt  # halves cannot be compared
     return [
         {(row.op, "", row.point, row.launch, row.arch): row for row in rows if row.variant == name} for name in pair
     ]

@@ -162,8 +162,10 @@ def _print_variants(console: Console, page: Mapping[str, Any]) -> None:
     console.print(Text("\nVariants", "bold"))
     for row in page["variants"]:
         claims = [words for key, words in _CLAIMS.items() if row[key]]
-        default = ["the default on CUDA"] if row["variant"] == page["default"] else []
-        console.print(Padding(Text(f"{row['variant']} ({', '.join([row['kind'], *default, *claims])})"), _INDENT))
+        # A file that is broken may have the name of a variant that there is.
+        name, is_there = (Path(row["file"]).name, False) if row["kind"] == "unavailable" else (row["variant"], True)
+        default = ["the default on CUDA"] if is_there and name == page["default"] else []
+        console.print(Padding(Text(f"{name} ({', '.join([row['kind'], *default, *claims])})"), _INDENT))
         said = {
             "wins": row["wins"],
             "is for": ", ".join(f"{axis} from {low} to {high}" for axis, (low, high) in row.get("region", {}).items()),

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from experiments.json_alone import write_value
 from experiments.progress import ProgressLines
+from experiments.signals import INTERRUPTED
 
 
 @contextmanager
@@ -54,3 +55,9 @@ def end_with(status: int, why: str) -> int:
     sys.stdout.flush()
     print(f"exit status {status}: {why}", file=sys.stderr, flush=True)
     return status
+
+
+def end_interrupted(total: int, what: str, left: Sequence[str]) -> int:
+    """The same where a signal cut the command off: how many of `what` are done, and which are left."""
+    names = f"; not reached, or not whole: {name_some(left)}" if left else ""
+    return end_with(INTERRUPTED, f"interrupted: {total - len(left)} of {total} {what} done{names}")

@@ -10,12 +10,12 @@ from rich.text import Text
 from experiments.commands.requests import RepeatRequest, RunRequest
 from experiments.commands.run import print_ending, reason_to_ask, resume_command
 from experiments.document import ExperimentError, read_document
-from experiments.exits import INTERRUPTED
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.reporting.comparison_tables import print_comparison, print_lines
 from experiments.runs.differences import changed_facts, circumstances
 from experiments.runs.reading import SOURCE, RecordedRun, check_version, read_run
 from experiments.runs.verdicts import compare_runs
+from experiments.signals import INTERRUPTED
 from experiments.sweep.runner import RunInterrupted, run_experiment
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option
 
+from experiments.document import ExperimentError
 from experiments.option_flags import Given, OptionFlags
 from experiments.sampling import FLAG_KEYS, SamplingFlags
 from tsched.options import SCHEDULER_OPTIONS
@@ -94,6 +95,8 @@ class CheckRequest:
     @property
     def chosen_op(self) -> str | None:
         """The op by either of its two names."""
+        if None not in (self.only, self.op) and self.only != self.op:
+            raise ExperimentError([f"{self.only} and --op {self.op}: these are two ops; name one"])
         return self.only or self.op
 
 

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from experiments.commands.requests import RunRequest
 from experiments.document import ExperimentError, read_document
-from experiments.exits import INTERRUPTED, Signals, import_torch
+from experiments.exits import import_torch
 from experiments.planning.layout import refuse_unsound
+from experiments.signals import INTERRUPTED, Signals
 from experiments.sweep.executors import make_executor
 from experiments.sweep.tasks import Executor
 

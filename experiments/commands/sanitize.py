@@ -26,8 +26,8 @@ from experiments.commands.trials import (
     words_of_interruption,
 )
 from experiments.document import ExperimentError
-from experiments.exits import INTERRUPTED, Signals
 from experiments.reporting.table_style import group_by, make_table, status_text
+from experiments.signals import INTERRUPTED, Signals
 from tkernels import UnknownNameError
 from tkernels.device import device_facts, first_device
 from tkernels.preparation import prepared_case

@@ -15,7 +15,7 @@ import torch
 
 from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import name_some, progress_bar
-from experiments.exits import Signals
+from experiments.signals import Signals
 from tkernels.config import Config
 from tkernels.contract import Case, ContractError
 from tkernels.isolation import Tell, free_memory, run_forked

@@ -1,5 +1,6 @@
 """Pydantic's errors in the words of the YAML, with the place of each."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
@@ -58,14 +59,17 @@ def explain(
             return document.problem(path, unknown_name("value", error["input"], known))
         case "value_error":
             return document.problem(path, error["msg"].removeprefix("Value error, "))
-    return document.problem(path, f"{_wording(error)}, got {error['input']!r}{_suggest_preset(error)}")
+    return document.problem(path, f"{_wording(error)}, got {error['input']!r}{_suggest_model(document, error)}")
 
 
-def _suggest_preset(error: dict[str, Any]) -> str:
-    """The preset that a text in place of a model means, as on a command line: "tiny", or "random:Qwen3-0.6B"."""
-    name = str(error["input"]).removeprefix("random:")
-    is_model = error["type"] in ("model_type", "model_attributes_type") and "model" in error["loc"]
-    return f"; did you mean {{preset: {name}}}?" if is_model and name in preset_names() else ""
+def _suggest_model(document: Document, error: dict[str, Any]) -> str:
+    """What a text in place of a model means, as on a command line: "tiny", "random:Qwen3-0.6B" or a directory."""
+    text = str(error["input"])
+    if error["type"] not in ("model_type", "model_attributes_type") or "model" not in error["loc"]:
+        return ""
+    if text.removeprefix("random:") in preset_names():
+        return f"; did you mean {{preset: {text.removeprefix('random:')}}}?"
+    return f"; did you mean {{path: {text}}}?" if text and os.path.isdir(document.folder / text) else ""
 
 
 def _wording(error: dict[str, Any]) -> str:

@@ -51,7 +51,7 @@ def test_a_yaml_names_folders_of_architectures(plan: MakePlan, model: Path, tmp_
         plan(**keys, architectures_from=["nowhere"])
     (tmp_path / "broken").mkdir()
     for text, reason in (
-        ("1 / 0", r"one\.py: cannot be imported: ZeroDivisionError"),
+        ("1 / 0", r"one\.py:1: cannot be imported: ZeroDivisionError"),
         ("import os; os._exit(3)", r"broken: cannot be imported: .*3"),
     ):
         (tmp_path / "broken" / "one.py").write_text(text)

@@ -55,6 +55,16 @@ def test_help_loads_no_torch() -> None:
         assert name in done.stdout
 
 
+@pytest.mark.parametrize("words", [["ops", "swiglu"], ["ops", "swiglu", "--json"]])
+def test_nobody_who_reads_its_output_is_the_status_of_a_closed_pipe(words: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "experiments.cli", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_ops_as_json_lists_every_variant() -> None:
     result = tk("ops", "--json")
     assert result.exit_code == 0

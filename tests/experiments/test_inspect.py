@@ -23,13 +23,20 @@ ABSENT = replace(GOOD, arch="sm_80", status="unsupported", reason="why not; this
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[CompiledKernel]:
+def interrupted() -> bool:
+    """Whether Ctrl-C comes after the first variant's rows for the first architecture."""
+    return False
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, interrupted: bool) -> list[CompiledKernel]:
     """The rows that the compiler hands back, for a test to fill."""
     rows: list[CompiledKernel] = []
 
     def stand_in(archs: Sequence[str], names: Sequence[str], **options: Any) -> list[CompiledKernel]:
-        for row in rows:
-            options["on_row"](row)
+        if interrupted:
+            options["on_whole"](archs[0], names[0], rows)
+            raise KeyboardInterrupt
         return rows
 
     monkeypatch.setattr(inspect, "compile_for", stand_in)
@@ -48,6 +55,16 @@ def test_good_rows_are_a_table_and_status_0(compiled: list[CompiledKernel]) -> N
     assert "8192x14" in done.output
     assert "- swiglu.fused (sm_80): why not" in done.output
     assert "2 rows, 0 failing" in done.output
+
+
+@pytest.mark.parametrize("interrupted", [True])
+def test_what_was_compiled_before_a_signal_is_shown(compiled: list[CompiledKernel]) -> None:
+    compiled += [GOOD]
+    done = tk("--op", "swiglu", "--variant", "fused", "--arch", "sm_90,sm_80")
+    assert done.exit_code == 130
+    assert "8192x14" in done.stdout
+    said = "interrupted: 1 of 2 compilations done; not reached, or not whole: swiglu.fused for sm_80"
+    assert done.stderr.splitlines()[-1] == f"exit status 130: {said}"
 
 
 def test_the_overview_has_a_column_for_each_architecture_and_marks_what_fails(compiled: list[CompiledKernel]) -> None:

@@ -61,10 +61,17 @@ def test_outside_variants_are_on_it_the_broken_with_their_reason(tmp_path: Path)
     page = json.loads(tk("ops", "swiglu", "--json", "--variants-from", tmp_path).stdout)
     rows = {row["variant"]: row for row in page["variants"]}
     assert rows["doubled"]["key"] == ["I"]
-    assert "cannot be imported: ValueError: mine, in line " in rows["broken"]["reason"]
+    assert "cannot be imported: ValueError: mine" in rows["broken"]["reason"]
     shown = " ".join(tk("ops", "swiglu", "--variants-from", tmp_path).stdout.split())
-    assert "broken (unavailable)" in shown
+    assert "broken.py (unavailable)" in shown
     assert "ValueError: mine" in shown
+
+
+def test_a_broken_file_with_the_default_variants_name_is_not_the_default(tmp_path: Path) -> None:
+    write_variant(tmp_path, ("swiglu_doubled", "swiglu_fused"), name="fused")
+    shown = " ".join(tk("ops", "swiglu", "--variants-from", tmp_path).stdout.split())
+    assert shown.count("fused (triton, the default on CUDA") == shown.count("the default on CUDA") == 1
+    assert "fused.py (unavailable)" in shown
 
 
 def test_an_unknown_op_is_refused_with_the_nearest() -> None:

@@ -10,6 +10,7 @@ from experiments.cli import app
 from experiments.commands import choices
 from experiments.commands.choices import choose_variants
 from experiments.document import ExperimentError, read_document
+from experiments.peers import with_peers
 from experiments.planning.plan import make_sweep
 from tests.experiments.conftest import Write
 from tests.tkernels.outside import write_variant
@@ -85,7 +86,12 @@ def test_a_name_that_is_nowhere_says_which_folders_were_looked_in_and_what_was_l
     folder = write_variant(tmp_path, op="swiglux", name="mine")
     file, reason = folder / "swiglux" / "mine.py", f"{folder / 'swiglux'}: unknown op 'swiglux'"
     with pytest.raises(ExperimentError) as refused:
-        choose_variants(OPS.with_variants_from(folder, {file: reason}), op, variant)
+        choose_variants(with_peers(OPS.with_variants_from(folder, {file: reason})), op, variant)
     unknown, left_out = refused.value.problems
     assert f"--variants-from {folder} was looked in too" in unknown
     assert left_out == f"--variants-from: {reason}"
+
+
+def test_two_ops_that_differ_are_refused() -> None:
+    done = CliRunner().invoke(app, ["check", "swiglu", "--op", "gelu"])
+    assert (done.exit_code, done.stderr) == (2, "error: swiglu and --op gelu: these are two ops; name one\n")

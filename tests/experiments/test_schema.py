@@ -76,6 +76,7 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
             "model (a.yaml, line 4, column 1): a model is exactly one of {preset: NAME}, {path: DIRECTORY} and",
         ),
         ("model: random:Qwen3-0.6B", "got 'random:Qwen3-0.6B'; did you mean {preset: Qwen3-0.6B}?"),
+        ("model: ..", "got '..'; did you mean {path: ..}?"),
         ("model: [tiny]", "got 'tiny'; did you mean {preset: tiny}?"),
         ("scheduler: 4", "scheduler (a.yaml, line 5, column 1): must be a mapping of keys to values, got 4"),
         (

@@ -1,4 +1,4 @@
-"""Whenever a signal comes to `tk check`, it says what was done by then and what was not reached, with status 130."""
+"""Whenever a signal comes to `tk check` or `tk bench`, it says what was done by then and what not, with status 130."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import experiments.commands.check as check_command
 from experiments.cli import app
-from experiments.commands import sanitize, trials
+from experiments.commands import bench, sanitize, trials
 from tests.tkernels.outside import write_variant
 
 CHECK = ["check", "swiglu", "--examples", "1"]
@@ -96,6 +96,15 @@ def test_a_second_one_ends_it_while_it_prints(monkeypatch: pytest.MonkeyPatch) -
     assert (last_line(done), done.stdout) == ("error: interrupted", "")
 
 
+def test_bench_prints_what_it_has_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill_at(monkeypatch, bench, "measure", 2)
+    command = ["bench", "--op", "swiglu", "--axes", "T=4,I=64", "--json"]
+    done = CliRunner().invoke(app, command)
+    assert "timings done; not reached, or not whole: swiglu.fused at T=4,I=64" in last_line(done)
+    assert "interrupted: 1 of " in last_line(done)
+    assert [row["variant"] for row in json.loads(done.stdout)] == ["torch"]
+
+
 KILLS = f"import os, time; os.kill(int(os.environ['TK_CHECK']), {signal.SIGTERM:d}); time.sleep(60)"
 
 
@@ -120,7 +129,7 @@ HOOK = """
 import os, signal, sys
 class Kill:
     def find_spec(self, name, path=None, target=None):
-        if name == "torch.nn":
+        if name == os.environ["TK_KILLED_AT"]:
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
             except BaseException:
@@ -129,15 +138,23 @@ sys.meta_path.insert(0, Kill())
 """
 
 
-@pytest.mark.parametrize("command", ["check", "ops"])
-def test_while_torch_is_imported(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "module", "said"),
+    [
+        ("check", "torch.nn", "tk check"),
+        ("ops", "torch.nn", "tk ops"),
+        ("ops", "typer", "tk"),
+        ("ops", "tsched.options", "tk"),
+    ],
+)
+def test_while_modules_are_imported(command: str, module: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(
         [sys.executable, "-m", "experiments.cli", command],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "TK_KILLED_AT": module},
     )
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == f"exit status 130: interrupted before tk {command} had begun\n"
+    assert done.stderr == f"exit status 130: interrupted before {said} had begun\n"

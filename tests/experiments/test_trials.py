@@ -19,7 +19,7 @@ from experiments.commands.choices import Subject, case_size
 from experiments.commands.output import progress_bar
 from experiments.commands.requests import CheckRequest
 from experiments.commands.trials import BEGUN, Result, Trial, carry_out
-from experiments.exits import Signals
+from experiments.signals import Signals
 from tests.experiments.first_failure import make_wrong
 from tests.tkernels.outside import write_variant
 from tkernels import OPS

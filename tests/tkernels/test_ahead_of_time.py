@@ -1,5 +1,8 @@
 """Every launcher compiles for a GPU that is not there, and no two variants are the same code under two names."""
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,22 @@ def test_a_kernel_that_does_not_compile_is_a_row_with_its_reason(tmp_path: Path)
     (row,) = compile_for(["sm_90"], ["swiglu.doubled"], ops=OPS.with_variants_from(tmp_path))
     assert row.status == "failed"
     assert "no_such_function" in row.reason
+
+
+def test_ctrl_c_waits_for_no_compilation(tmp_path: Path) -> None:
+    write_variant(tmp_path)
+    sleeps = ("    tokens, width", "    import time; time.sleep(100)\n    tokens, width")
+    write_variant(tmp_path, ("swiglu_doubled", "swiglu_sleeps"), sleeps, name="sleeps")
+    came: list[float] = []
+
+    def interrupt(*_: object) -> None:
+        came.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    names = ["swiglu.doubled", "swiglu.sleeps"]
+    with pytest.raises(KeyboardInterrupt):
+        compile_for(["sm_90"], names, ops=OPS.with_variants_from(tmp_path), on_whole=interrupt)
+    assert time.monotonic() - came[0] < 10
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -172,10 +173,11 @@ def test_each_broken_file_has_its_reason_and_a_sound_one_none(folder: Path, brok
     reasons = {**REASONS, **NO_FILES}
     assert set(found) == set(reasons)
     for name, reason in reasons.items():
-        assert found[name].startswith(f"{folder / 'swiglu' / name}.py: {reason}"), name
+        said = found[name].removeprefix(f"{folder / 'swiglu' / name}.py:")
+        assert re.sub(r"^\d+: ", " ", said).startswith(f" {reason}"), name
     assert "unknown op 'no_such_op'" in broken[folder / "no_such_op" / "lost.py"]
     contract = folder / "half_made" / "contract.py"
-    assert broken[contract].endswith("cannot be imported: ValueError: half, in line 1")
+    assert broken[contract] == f"{contract}:1: cannot be imported: ValueError: half"
     assert broken[folder / "half_made" / "fast.py"] == broken[contract]
     assert len(broken) == len(reasons) + 3
     assert outside.broken_files([]) == {}
@@ -193,11 +195,9 @@ def test_the_others_join_and_a_broken_name_says_why(folder: Path, broken: dict[P
     ops = OPS.with_variants_from(folder, broken)
     assert set(ops["swiglu"].variants) == {*OPS["swiglu"].variants, "doubled"}
     assert set(ops["swiglu"].variants.unavailable) == {*REASONS, *NO_FILES}
-    with pytest.raises(
-        UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3, .*there is "
-    ):
+    with pytest.raises(UnknownNameError, match=r"swiglu variant 'exits' is not available: .*SystemExit: 3; there is "):
         ops["swiglu"].variants["exits"]
-    with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half, .*there is "):
+    with pytest.raises(UnknownNameError, match=r"op 'half_made' is not available: .*ValueError: half; there is "):
         ops["half_made"]
     again = registry_of(json.loads(json.dumps(ops.outside())))
     assert {name: list(op.variants) for name, op in again.items()} == {

@@ -48,6 +48,10 @@ GRID = (
     "run.launch(\n        swiglu_doubled, lambda meta: (tokens,),",
 )
 NONSENSE = {
+    "plain_launch": (
+        ("    run.launch(\n        swiglu_doubled, (tokens,),", "    swiglu_doubled[(tokens,)]("),
+        "launch through run.launch(kernel, grid, name=...), not through kernel[grid](...)",
+    ),
     "wins_is_a_number": (('wins="never"', "wins=3"), "wins must be a sentence, got 3"),
     "claims_in_words": (("deterministic=True", 'deterministic="yes"'), "deterministic must be True or False, got"),
     "launch_is_text": (("launch=launch", 'launch="launch"'), "launch must be a function, got 'launch'"),
@@ -95,7 +99,7 @@ SAID_OF_WARPS = [
     (31, "config: BLOCK must be a power of two, got 3; num_warps must be at most 32, got 64"),
     (31, "config: BLOCK must be an integer of at least 1, got 2.5"),
     (31, "config: BLOCK must be an integer of at least 1, got 0"),
-    (31, "a Variant has no field 'keyz'; did you mean 'key'?"),
+    (31, "a Variant has no field 'keyz'"),
     (31, "key names no axis of swiglu: ['Q']"),
     (31, "default names no architecture: 'sm90'"),
     (31, "BLOCK must be from 16 to 32, got 0"),

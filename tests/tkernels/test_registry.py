@@ -11,6 +11,7 @@ import tkernels
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, Config, UnknownNameError, VariantError, folders
 from tkernels.launch import jit_door
+from tkernels.names import suggest_name
 from tkernels.verification.check import check_case, drawn_results
 
 OP_NAMES = {
@@ -116,6 +117,30 @@ def test_a_duplicate_an_unknown_op_and_a_missing_folder_are_refused(tmp_path: Pa
         OPS.with_variants_from(write_variant(tmp_path / "b", op="swiglo"))
     with pytest.raises(VariantError, match="is not a folder"):
         OPS.with_variants_from(tmp_path / "none")
+    with pytest.raises(VariantError, match=r"swiglu is named as an op and holds doubled.py; name its parent"):
+        OPS.with_variants_from(write_variant(tmp_path / "c") / "swiglu")
+
+
+def test_a_syntax_error_has_its_line(tmp_path: Path) -> None:
+    file = write_variant(tmp_path, ("    tokens, width =", "    tokens width =")) / "swiglu" / "doubled.py"
+    with pytest.raises(VariantError) as refused:
+        OPS.with_variants_from(tmp_path)
+    line = next(number for number, text in enumerate(file.read_text().splitlines(), 1) if "tokens width" in text)
+    assert str(refused.value) == f"{file}:{line}: cannot be imported: SyntaxError: invalid syntax"
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "said"),
+    [
+        ("fastt", ["default"], ""),
+        ("sm_75", ["sm_80", "sm_90"], ""),
+        ("sm90", ["sm_80", "sm_90"], "; did you mean 'sm_90'?"),
+        ("splitkv", ["split_kv"], "; did you mean 'split_kv'?"),
+        ("decode", ["paged_decode", "swiglu"], "; did you mean 'paged_decode'?"),
+    ],
+)
+def test_what_is_suggested_is_close(name: str, known: list[str], said: str) -> None:
+    assert suggest_name(name, known) == said
 
 
 def test_an_unknown_name_lists_the_alternatives_and_the_nearest() -> None:

@@ -162,8 +162,8 @@ def test_the_house_knows_them_only_where_it_is_told_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"one.py": "1 / 0"}, r"one\.py: cannot be imported: ZeroDivisionError"),
-        ({"one.py": "raise SystemExit(3)"}, r"one\.py: cannot be imported: SystemExit: 3"),
+        ({"one.py": "1 / 0"}, r"one\.py:1: cannot be imported: ZeroDivisionError"),
+        ({"one.py": "raise SystemExit(3)"}, r"one\.py:1: cannot be imported: SystemExit: 3"),
         ({"one.py": "x = 1"}, r"one\.py: must define ARCHITECTURE"),
         ({"_part.py": "x = 1"}, "holds no architecture"),
         (

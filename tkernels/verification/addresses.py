@@ -4,7 +4,7 @@ Stricter than a range of bytes: the gaps of a strided view (the V part of a fuse
 belong to nobody, so a load that is saved only by luck is caught where it happens, before it is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,24 @@ def _extents(arguments: Mapping[str, Any]) -> list[Extent]:
     return [Extent.of(name, value) for name, value in launch_tensors(arguments).items()]
 
 
+def _place(address: int, extents: Sequence[Extent]) -> str:
+    """Where it lies, by the tensor that it is in or next to."""
+    near = min(extents, key=lambda e: max(e.start - address, address - e.end + 1, 0))
+    byte = f"byte {address - near.start} of {near.name!r}"
+    if not near.start <= address < near.end:
+        return f"{byte}, which spans {near.end - near.start}"
+    if near.covers(np.array([address])).any():
+        return f"{byte}, whose elements have {near.itemsize}"
+    return f"{byte}, between its elements, as padding between rows is"
+
+
 def _refuse_unknown(kernel: Any, arguments: Mapping[str, Any]) -> None:
     """Raises TypeError for an argument that the kernel has no parameter for, which the interpreter alone lets pass."""
     names = getattr(kernel, "arg_names", arguments)
     for name in arguments:
         if name not in names:
-            known = f"it has {', '.join(names)}{suggest_name(name, names)}"
+            nearest = suggest_name(name, [one for one in names if one not in arguments])
+            known = f"it has {', '.join(names)}{nearest}"
             raise TypeError(f"{kernel.__name__}() has no parameter {name!r}: {known}")
 
 
@@ -110,11 +122,8 @@ def sanitizing_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, 
             if not bad.any():
                 return
         first = int(live[bad][0])
-        near = min(extents, key=lambda e: min(abs(first - e.start), abs(first - e.end)))
-        raise AddressError(
-            f"{kernel.__name__}: {access} of {width} bytes outside every argument, {int(bad.sum())} lanes; the first "
-            f"is at byte {first - near.start} of {near.name!r}, which spans {near.end - near.start}"
-        )
+        lanes = f"{access} of {width} bytes outside every argument, {int(bad.sum())} lanes"
+        raise AddressError(f"{kernel.__name__}: {lanes}; the first is at {_place(first, extents)}")
 
     with watch_accesses(check), overflow_checks():
         jit_door(kernel, grid, arguments, config)

@@ -28,7 +28,7 @@ class CompilationError(TKernelsError, RuntimeError):
     """Nothing can be compiled here; a kernel that does not compile is a row with its reason instead."""
 
 
-OnRow = Callable[[CompiledKernel], None]
+OnWhole = Callable[[str, str, Sequence[CompiledKernel]], None]
 
 
 def compile_for(
@@ -38,7 +38,7 @@ def compile_for(
     ops: Registry | None = None,
     points: Sequence[str] = ("engine",),
     dump: Path | None = None,
-    on_row: OnRow = lambda row: None,
+    on_whole: OnWhole = lambda arch, name, rows: None,
 ) -> list[CompiledKernel]:
     """Compiles variants, given as "op.variant" (none given: every Triton variant), for each architecture.
 
@@ -47,7 +47,8 @@ def compile_for(
         ops: What the variants are of; None is the built-in ones.
         points: Of `tkernels.verification.inspection.points.POINTS`, or a contract's own.
         dump: A folder for the texts.
-        on_row: Called with each row as it arrives.
+        on_whole: Called with an architecture, a variant and all of its rows for it, when they are there. A signal that
+            raises ends the processes at once.
 
     Returns:
         A row for each kernel at each point, by architecture and then variant in the order given.
@@ -60,7 +61,9 @@ def compile_for(
     ops = ops if ops is not None else builtin_ops()
     about = {"outside": ops.outside(), "axes": dict(axes or {}), "dump": dump and str(dump), "seconds": KERNEL_SECONDS}
     asked = list(product(archs, names or _triton_variants(ops)))
-    with _servers(min(os.cpu_count() or 1, len(asked)), about) as servers, ThreadPoolExecutor(len(servers)) as threads:
+    count = min(os.cpu_count() or 1, len(asked))
+    # The servers end first: a thread that waits for one is then free.
+    with ThreadPoolExecutor(count) as threads, _servers(count, about) as servers:
         free: SimpleQueue[Server] = SimpleQueue()
         for server in servers:
             free.put(server)
@@ -68,9 +71,11 @@ def compile_for(
         def compile_one(pair: tuple[str, str]) -> list[CompiledKernel]:
             server = free.get()
             try:
-                return _compile(server, *pair, points, on_row)
+                rows = _compile(server, *pair, points)
             finally:
                 free.put(server)
+            on_whole(*pair, rows)
+            return rows
 
         return [row for rows in threads.map(compile_one, asked) for row in rows]
 
@@ -92,7 +97,7 @@ def _servers(count: int, about: Mapping[str, Any]) -> Iterator[list[Server]]:
             server.end()
 
 
-def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row: OnRow) -> list[CompiledKernel]:
+def _compile(server: Server, arch: str, name: str, points: Sequence[str]) -> list[CompiledKernel]:
     """A variant's rows for one architecture. The points after one that ends the process are for another process."""
     rows: list[CompiledKernel] = []
     left = list(points)
@@ -106,7 +111,6 @@ def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row
                 begun.append(message["point"])
             else:
                 rows.append(CompiledKernel.of(message["row"]))
-                on_row(rows[-1])
 
         try:
             ending = server.run({"arch": arch, "name": name, "points": left}, hear)
@@ -119,9 +123,8 @@ def _compile(server: Server, arch: str, name: str, points: Sequence[str], on_row
         hint = "; is a block of its config far too large?" if ending.timed_out else ""
         at = begun[-1] if begun else left[0]
         op, _, variant = name.partition(".")
-        died = CompiledKernel(op, variant, "", arch, {}, "failed", point=at, reason=f"{ending.death}{hint}")
-        rows.append(died)
-        on_row(died)
+        reason = f"{ending.death}{hint}"
+        rows.append(CompiledKernel(op, variant, "", arch, {}, "failed", point=at, reason=reason))
         left = left[left.index(at) + 1 :]
     return rows
 
