@@ -139,7 +139,7 @@ def _cases_inside(
             yield drawn
 
 
-WIDE_SEED, FAR_SEED, GROWN_SEED = 500_000, 600_000, 700_000
+WIDE_SEED, FAR_SEED, CUT_SEED, GROWN_SEED = 500_000, 600_000, 650_000, 700_000
 """Added to the seed of wide, far and grown cases, so that no drawn case has the same."""
 _FEWEST_WIDE = 2
 _WIDE_PROGRAMS = 512
@@ -228,7 +228,7 @@ def wide_cases(
     for axis in _far_axes(variant, fixed or {}, config):
         if (drawn := _far_case(variant, axis, seed + FAR_SEED, fixed or {}, where)) is not None:
             yield drawn
-        if axis.batch and (drawn := _cut_case(variant, axis, seed + FAR_SEED, fixed or {}, where)) is not None:
+        if axis.batch and (drawn := _cut_case(variant, axis, seed + CUT_SEED, fixed or {}, where)) is not None:
             yield drawn
 
 

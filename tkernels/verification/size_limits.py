@@ -40,7 +40,8 @@ def sizes_to_reach(variant: Variant, device: torch.device) -> list[tuple[str, in
         axis = contract.axis_by_name[name]  # type: ignore[assignment]  # a region is of sizes
         if not any(low <= size <= high for size in (*axis.draws, *axis.wide)):
             found += _first_beyond(variant, axis, low - 1, device)
-        found += [(name, min(high, _LARGEST))] if high > max((*axis.draws, *axis.wide)) else []
+        last = high if axis.batch else min(high, _LARGEST)
+        found += [(name, last)] if high > max((*axis.draws, *axis.wide)) else []
     return [(name, size) for name, size in dict.fromkeys(found) if size <= min(_LARGEST, own.get(name, _LARGEST))]
 
 
@@ -91,21 +92,20 @@ def last_alike(alike: Callable[[int], bool], start: int, end: int) -> int | None
 def far_sizes(axis: Int) -> list[int]:
     """Sizes far beyond the draws, the largest first, of which a check takes the first that costs it little.
 
-    They are a quarter past powers of two, so that what is left out beyond one is a fifth of a sum: 32,768 wraps an
-    index of 16 bits, 8,192 and 1,024 are what tables, buffers and grids are cut off at. A member of a batch is a
-    program as a rule, so there it is just past 1,024, and a case of its own has the batch at which a grid ends. What
-    may be absent, a window or a padding, is no size. The next multiple of 128 is for what comes in whole groups. Where
-    the op allows none of them, its largest is as far.
+    They are just past powers of two: 32,768 wraps an index of 16 bits, 8,192 and 1,024 are what tables, buffers and
+    grids are cut off at. A member of a batch is a program as a rule, so there 1,024 is as far as it goes, and a case of
+    its own has the batch at which a grid ends. What may be absent, a window or a padding, is no size. The next multiple
+    of 128 is for what comes in whole groups. Where the op allows none of them, its largest is as far.
 
     Not all are reached. Sequences and KV heads of paged attention are programs that each do much: 1,025 of either took
     11 to 20 s of CPU a variant. What launchers do with so many members is seen in dry runs (`batch_growth`).
     """
     if axis.low == 0 and not axis.batch:
         return []
-    bases = (2**10,) if axis.batch else (2**15 + 2**13, 2**13 + 2**11, 2**10 + 2**8)
-    sizes = (base + beyond for base in bases for beyond in (1, 128))
+    powers = (2**10,) if axis.batch else (2**15, 2**13, 2**10)
+    sizes = (power + beyond for power in powers for beyond in (1, 128))
     found = [size for size in sizes if max(axis.draws) < size <= axis.high]
-    return found or [axis.high] * (max(axis.draws) < axis.high <= max(bases))
+    return found or [axis.high] * (max(axis.draws) < axis.high <= max(powers))
 
 
 def first_supported(variant: Variant, device: torch.device, inside: bool = False) -> Axes | None:
