@@ -60,7 +60,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, llm: LLM) -> 
             attention_mask=torch.ones(1, len(prompt)),
         )[0, len(prompt) :].tolist()
         assert output.prompt_token_ids == prompt
-        assert output.prompt is None
+        assert (output.prompt, output.error, output.finished) == (None, None, True)
         assert completion(output) == (expected, "stop" if expected[-1] == 0 else "length")
         ends.add(expected[-1] == 0)
         assert len(set(expected)) > 2
