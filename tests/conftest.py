@@ -10,6 +10,7 @@ their time waiting for each other (training a small model took 164 s instead of 
 
 import argparse
 import os
+import signal
 import sys
 
 import pytest
@@ -33,6 +34,9 @@ import tkernels  # noqa: E402, F401
 from tkernels.mode import MODE  # noqa: E402
 
 torch.set_num_threads(1)
+
+# A script that starts the tests in the background has them ignore Ctrl-C, and what is tested is what it does.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEVICE = torch.device("cuda", 0) if MODE == "compile" and torch.cuda.is_available() else torch.device("cpu")
 """Where the property tests and the benchmarks run."""

@@ -55,7 +55,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "package": "__init__",
     },
     "experiments": {
-        "document": "__init__ document exits json_alone option_flags progress sampling",
+        "document": "__init__ document signals exits json_alone option_flags progress sampling",
         "simulation": "simulation",
         "serving": "serving",
         "peers": "peers",

@@ -62,17 +62,18 @@ def prepare_weights(variant: Variant, arguments: Mapping[str, Any]) -> dict[str,
 
 def prepared_case(variant: Variant, case: Case) -> Case:
     """The case with its weight as the variant keeps it, which loading a model makes; `loaded` has what the definition
-    reads. The case itself where the variant takes the weight as it is, or makes another project's object of it.
+    reads. The case itself where the variant takes the weight as it is, or has no launcher: what it makes may be another
+    project's object then, which its own function alone takes.
 
     Raises:
         UnsupportedError: The weight has a form that no checkpoint has, and the variant would make another of it.
         Whatever `prepare` raises.
     """
-    if variant.prepare is as_it_is or case.loaded:
+    if variant.prepare is as_it_is or variant.launch is None or case.loaded:
         return case
     made = prepare_weights(variant, case.inputs)
     loaded = {name: one for name, one in case.inputs.items() if made[name] is not one}
-    if not loaded or not all(isinstance(made[name], type(one)) for name, one in loaded.items()):
+    if not loaded:
         return case
     for axis, value in case.contract.loaded.items():
         if case.axes.get(axis, value) != value:
