@@ -101,10 +101,10 @@ class _SmallGrid:
         contract, facts = self.variant.contract, device_facts(self.device)
         try:
             case = prepared_case(self.variant, contract.case(axes, self.seed, "meta"))
-        except Exception:  # it is no case for the variant, or its prepare reads values, of which there are none here
+            arguments = contract.bind_arguments((), case.inputs)
+            bound, _ = contract.bind_axes(arguments)
+        except Exception:  # it is no case for the variant, or what makes its inputs needs values: there are none here
             return None
-        arguments = contract.bind_arguments((), case.inputs)
-        bound, _ = contract.bind_axes(arguments)
         if self.variant.unsupported_reason(bound, self.device, facts):
             return None
         try:
