@@ -325,7 +325,7 @@ def test_correct_reorderings_pass_all_draws(op: str, count: int) -> None:
 @pytest.mark.parametrize("op", list(tkernels.OPS))
 def test_correct_reorderings_pass_all_wide_cases(op: str, seeds: int) -> None:
     """An rms error that decides by luck would fail some of them. A far case has a single output as a rule, of which
-    torch's own error may be next to none by luck: one of 1,100 was 1.58 times the allowance off.
+    torch's own error may be next to none by luck: one of matmul's was 1.58 times the allowance off.
     """
     reordered = Variant(wins="never", deterministic=True, batch_invariant=True, function=REORDERED[op])
     subject = reordered.joined(tkernels.OPS[op].contract, "reordered", Path(__file__), None)

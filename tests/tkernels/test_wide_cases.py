@@ -22,7 +22,7 @@ BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("configs=(Config(),
 
 
 _SLOW = ("dequant_gemm", "paged_prefill", "gate_up_swiglu")
-"""Their wide cases take 4 to 20 s of a processor for each variant: weights and contexts as wide as a model's."""
+"""Their wide cases take most: weights and contexts as wide as a model's, 5 to 10 s each of the latter two."""
 
 
 def parameters(op: str, variant: str) -> Any:

@@ -150,7 +150,7 @@ _WIDE_TRIES = 40
 RANKS = (0,) * 8 + (1, 2, 3, 4)
 """Of each try at a case of small sizes: the smallest several times first, for a variant may take one coding of four."""
 _CUT_POWERS, _CUT_PROGRAMS = (8, 10, 12, 13), 5000
-"""Of batches at which a grid may end, and of its programs there: 4,096 of one row each take some seconds."""
+"""Of batches at which a grid may end, and of the programs there that are run."""
 _FAR_PROGRAMS, FAR_FLOPS = 260, 600_000
 """Of a far case: the latter, also of a grown one, bounds the loops within a program."""
 

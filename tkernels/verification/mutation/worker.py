@@ -216,7 +216,7 @@ def _check(task: Mapping[str, Any], cases: Cases) -> Work:
     def run(tell: Tell) -> Answer:
         if task["source"] is not None:
             _plant(task, variant)
-        # The accesses of a wide case are many: to keep them all costs 2.5 times what the case does.
+        # The accesses of a wide case are many: to keep them all costs 2 to 4 times what the case does.
         cases_of = {"plain": plain, "offsets": for_offsets, "races": drawn}
         return _killed(variant, {stage: cases_of[stage] for stage in task["stages"]}, task["seconds"], tell)
 
