@@ -20,15 +20,18 @@ ROOT = Path(__file__).parent.parent
 ROOMS: dict[str, dict[str, str]] = {
     "tkernels": {
         "process": "errors cores silence mode device names files matrix_units interpreter",
-        "contract": "config dims overlap inputs batching contract folders source_hash workspace declaration variant",
-        "launch": "ranges runtime spans recording clocks timing roofline tuning launch preparation",
+        "contract": "tuning_mode config language dims overlap inputs batching contract folders source_hash workspace "
+        "declaration variant",
+        "launch": "ranges runtime spans recording clocks timing roofline buckets lockfile nearest tuning "
+        "call_structure launch_plan launch preparation",
         "registry": "registry selection __init__",
         "isolation": "isolation footprint side_by_side trial_launch recorded_faults outside",
-        "ops": "language quantized ops",
+        "ops": "quantized ops",
         "check": "verification verification.addresses verification.untouched verification.calls verification.accuracy "
         "verification.covering verification.size_limits verification.draws verification.offsets verification.check",
         "sanitizers": "verification.sanitizers",
         "inspection": "verification.inspection verification.ahead_of_time",
+        "prediction": "prediction",
         "mutation": "verification.mutation",
         "measurement": "measurement tuning_session",
     },
@@ -69,6 +72,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "reporting": "reporting",
         "profiling": "profiling",
         "gpu_report": "gpu_report",
+        "foretelling": "foretelling",
         "divergence": "divergence",
         "commands": "commands cli",
     },

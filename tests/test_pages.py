@@ -50,13 +50,16 @@ NOT_RUN: Mapping[str, str] = {
             "check --op paged_decode --variant own --variants-from mine --sanitize all",
             "check --op paged_decode --variant newest_first --variants-from mine --sanitize all",
             "inspect --op paged_decode --variant newest_first --variants-from mine",
+            "inspect --predict H100 --op paged_decode --variants-from mine",
         )
     },
+    "tk inspect --predict H200 --against runs/gpu-report": "needs a GPU's report; tests/experiments/test_predict.py",
     "tk tune --op paged_decode": "needs a GPU; tests/experiments/test_tune.py",
     "tk profile --nsys-export steps.sqlite": "needs an export of nsys; tests/experiments/profiling/test_nsys.py",
     "tk profile experiments/quickstart.yaml --ncu paged_decode.split_kv": "needs a GPU",
     "tk profile experiments/quickstart.yaml --proton": "needs a GPU",
     "tk gpu-report --out experiments/results/NVIDIA_H200 --minutes 9": "needs a GPU",
+    "tk gpu-report --out experiments/results/NVIDIA_H200 --minutes 9,9,9 --dry-run": "seconds; its tests run it",
     "tk run experiments/quickstart.yaml --executor ray": "tests/experiments/sweep/test_on_ray.py",
     "tk run experiments/vs_transformers.yaml": "minutes; tests/experiments/test_peers.py",
     **{

@@ -24,13 +24,14 @@ from tkernels.contract import (
 from tkernels.device import DeviceFacts
 from tkernels.errors import TKernelsError
 from tkernels.launch import Kernel, Run
+from tkernels.lockfile import TuningError
 from tkernels.names import UnknownNameError
 from tkernels.preparation import PrepareReport, prepared
 from tkernels.ranges import NVTX, NvtxRanges, Ranges
 from tkernels.recording import Recording
 from tkernels.registry import Registry, builtin_ops
 from tkernels.selection import KernelSet, SelectionError, select
-from tkernels.tuning import Tuning, TuningError
+from tkernels.tuning import Tuning
 from tkernels.variant import Op, UnsupportedError, Variant, VariantError
 from tkernels.workspace import Buffer
 

@@ -109,8 +109,10 @@ _FORMS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "default": ("{architecture: tkernels.Config}", lambda value: _is_mapping(value, _is_name, _is_config)),
     "supports": ("a function of (axes, device)", callable),
     "workspace": ("a function of (axes, config, device)", callable),
+    "chosen": ("a function of (axes, config, device)", lambda value: value is None or callable(value)),
     "limits": ("{config value: (low, high)}", lambda value: _is_mapping(value, _is_name, _is_range)),
     "key": ("a tuple of axes' names", _are_names),
+    "sum_order": ("a function of the config", lambda value: value is None or callable(value)),
     "prepare": ("a function of the weight", callable),
 }
 """Field of a declaration -> what it must be, in words, and whether a value is that."""
@@ -148,8 +150,15 @@ def _find_key_faults(variant: "Variant") -> Iterator[str]:
         nearest = suggest_name(unknown[0], known)
         yield f"key names no axis of {variant.contract.name}: {unknown}; there is {', '.join(known)}{nearest}"
     batchy = [axis for axis in variant.key if axis in known and known[axis].batch]
-    if variant.batch_invariant is True and batchy:
-        yield f"a batch-invariant variant's config may not depend on {', '.join(batchy)}"
+    if variant.batch_invariant is not True or not batchy:
+        return
+    if bare := [axis for axis in batchy if not getattr(known[axis], "classes", ())]:
+        yield f"a batch-invariant variant's config may not depend on {', '.join(bare)}"
+    elif variant.sum_order is None:
+        yield (
+            f"a batch-invariant variant whose config depends on {', '.join(batchy)} needs sum_order: a function of the "
+            "config, what decides in which order sums are added"
+        )
 
 
 def _find_region_faults(variant: "Variant") -> Iterator[str]:

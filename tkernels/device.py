@@ -30,6 +30,11 @@ TARGETS = {
 }
 
 
+def is_from_sm_90(arch: str) -> bool:
+    """Whether an architecture is Hopper's or newer, of NVIDIA's: with tensor descriptors and dependent launches."""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_").rstrip("a")) >= 90
+
+
 def unsupported_e4m3(device: DeviceFacts) -> str | None:
     """Why Triton has no fp8 of the dtype float8_e4m3fn on a device, or None where it has."""
     if device.arch in ("sm_80", "sm_86"):

@@ -7,19 +7,23 @@ none of this.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
+from tkernels.call_structure import read_structure, tensors_of
 from tkernels.config import Config
 from tkernels.contract import Axes, ContractError, pack
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs
+from tkernels.launch_plan import Launched, LaunchPlan, record_plan
+from tkernels.mode import MODE
 from tkernels.ranges import NVTX, Range, Ranges
 from tkernels.tuning import NEAREST, Tuning
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
+from tkernels.workspace import Buffer
 
 _STRUCTURES_KEPT = 4096
 
@@ -32,7 +36,25 @@ class Door(Protocol):
 
 def jit_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
     """Triton's own launch: compiled or interpreted, as the process decided when it imported tkernels."""
-    kernel[grid](**arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+    _jit_launch(kernel, grid, arguments, config)
+
+
+def _jit_launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> Any:
+    """The same, and the compiled kernel, where there is one."""
+    return kernel[grid](**arguments, **launch_options(config))
+
+
+def launch_options(config: Config) -> dict[str, int | bool]:
+    """A config's options as Triton's launch takes them: those that not every backend has only where they are set, and
+    never where kernels are interpreted, which has no use for them.
+    """
+    options: dict[str, int | bool] = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if MODE == "compile":
+        if config.maxnreg:
+            options["maxnreg"] = config.maxnreg
+        if config.launch_pdl:
+            options["launch_pdl"] = True
+    return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +69,35 @@ class Run:
     workspace: Mapping[str, torch.Tensor]
     door: Door
 
+    @property
+    def early_tiles(self) -> int:
+        """Tiles of its weights that a program asks for while it waits for earlier launches: none where it need not.
+
+        Four by reasoning, not measured: default configs of the decode path then have 128 kB for each multiprocessor on
+        their way, together 17 MB of the 50 MB that Hopper's L2 cache holds.
+        """
+        return 4 * self.config.launch_pdl
+
     def launch(self, kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
         """Launches `kernel` over `grid`, every argument by name. An empty grid is no launch at all."""
         if math.prod(grid):
             self.door(kernel, grid, arguments, self.config)
 
 
-def _argument_structure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What a contract looks at in each argument, hashable; None where one is no strided tensor, number or dtype, and no
-    weight that says what its `structure` is.
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What earlier calls of a structure have found: the axes that it binds, and its launches.
+
+    index: Of the device, where it is a CUDA device.
+    config: None until the first launch has found it.
+    plan: Of all its launches; None where there is none.
     """
-    parts: list[Any] = [*kwargs]
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided:
-                return None
-            parts.append((value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16))
-        elif value is None or isinstance(value, int | float | torch.dtype):
-            parts.append((value.__class__, value))  # the class too, for 1 == 1.0 == True
-        elif (structure := getattr(value, "structure", None)) is not None:
-            parts.append((value.__class__, structure))
-        else:
-            return None
-    return tuple(parts)
 
-
-def _storage_places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    """(the first tensor in the same storage, bytes from its beginning) of each tensor: which share memory follows."""
-    firsts: dict[int, tuple[int, int]] = {}
-    places: list[tuple[int, int]] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            begin = value.data_ptr()
-            first, origin = firsts.setdefault(value.untyped_storage().data_ptr(), (len(places), begin))
-            places.append((first, begin - origin))
-    return tuple(places)
+    axes: Axes
+    device: torch.device
+    index: int | None
+    config: Config | None = None
+    plan: LaunchPlan | None = None
 
 
 @dataclass(frozen=True)
@@ -100,11 +116,8 @@ class Kernel:
     door: Door = jit_door
     parts: tuple["Kernel", ...] = ()
     ranges: Ranges = field(default=NVTX, repr=False, compare=False)
-    # Structures already checked, with the axes they bind: an engine repeats the same few in every layer and step, and
-    # looking one up costs 3 us where checking it costs 15.
-    _checked: dict[tuple[Any, ...], tuple[Axes, torch.device]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    # Structures already checked, and how they are launched: an engine repeats the same few in every layer and step.
+    _known: dict[tuple[Any, ...] | None, _Known] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     _writes: bool = field(init=False, repr=False, compare=False)
     _range: Range = field(init=False, repr=False, compare=False)
@@ -124,24 +137,20 @@ class Kernel:
         return f"{self.variant.name}[{pins}]" if pins else self.variant.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        structure = _argument_structure(args, kwargs)
-        if structure is not None and self._writes:
-            structure = (structure, _storage_places(args, kwargs))
-        checked = self._checked.get(structure) if structure is not None else None
-        axes, device = checked or self._check(structure, args, kwargs)
+        structure, addresses = read_structure(args, kwargs, self._writes)
+        known = self._known.get(structure)  # there is none of None
+        if known is None:
+            known = self._check(structure, args, kwargs)
         with self._range:
             if self.variant.function is not None:
-                parts = self._part_callables(device) if self.variant.parts else ()
+                parts = self._part_callables(known.device) if self.variant.parts else ()
                 return self.variant.function(*parts, *args, **self.variant.taken_arguments(kwargs))
-            arguments = self.variant.contract.bind_arguments(args, kwargs)
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):  # Triton launches on the current device, whatever its tensors are on
-                    return self._launch(arguments, axes, device)
-            return self._launch(arguments, axes, device)
+            if known.index is not None and known.index != torch.cuda.current_device():
+                with torch.cuda.device(known.device):  # Triton launches on the current one, whatever its tensors are on
+                    return self._launch(structure, known, addresses, args, kwargs)
+            return self._launch(structure, known, addresses, args, kwargs)
 
-    def _check(
-        self, structure: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Axes, torch.device]:
+    def _check(self, structure: tuple[Any, ...] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Known:
         contract = self.variant.contract
         bound = contract.bind_arguments(args, kwargs)
         axes, device = contract.bind_axes(bound)
@@ -150,11 +159,12 @@ class Kernel:
             raise ContractError(f"{contract.name}: argument {first!r} is on {device}; it must be on cpu or cuda")
         chosen = [part.variant for part in self.parts] or None
         self.variant.check_supported(axes, device, chosen)
+        known = _Known(axes, device, device.index if device.type == "cuda" else None)
         if structure is not None:
-            if len(self._checked) >= _STRUCTURES_KEPT:
-                self._checked.clear()
-            self._checked[structure] = (axes, device)
-        return axes, device
+            if len(self._known) >= _STRUCTURES_KEPT:
+                self._known.clear()
+            self._known[structure] = known
+        return known
 
     def _part_callables(self, device: torch.device) -> tuple[Callable[..., Any], ...]:
         """What a composed fusion calls, in its variant's order."""
@@ -179,19 +189,67 @@ class Kernel:
         with self._range:
             return self.variant.function(*args, **kwargs)
 
-    def _launch(self, arguments: dict[str, Any], axes: Axes, device: torch.device) -> Any:
-        facts = device_facts(device)
-        config = self.config(axes, device, arguments)
-        outputs = self.variant.contract.allocate_outputs(axes, arguments, device)
-        self.launch_into(outputs, arguments, axes, device, facts, config)
+    def _launch(
+        self,
+        structure: tuple[Any, ...] | None,
+        known: _Known,
+        addresses: list[int],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        plan, variant = known.plan, self.variant
+        if plan is not None and plan.holds():
+            try:
+                return plan.run(addresses, variant.zeroed)
+            except BaseException:
+                variant.zeroed.clear()
+                raise
+        axes, device, facts = known.axes, known.device, device_facts(known.device)
+        arguments = variant.contract.bind_arguments(args, kwargs)
+        config = self.config(axes, device, arguments) if known.config is None else known.config
+        outputs = variant.contract.allocate_outputs(axes, arguments, device)
+        if structure is not None and known.config is None and self.door is jit_door and MODE == "compile":
+            tensors = tensors_of(args, kwargs)
+            plan = self._record_plan(tensors, outputs, arguments, axes, device, facts, config)
+        else:
+            self.launch_into(outputs, arguments, axes, device, facts, config)
+        if structure is not None and known.config is None:
+            self._known[structure] = _Known(axes, device, known.index, config, plan)
         return pack(tuple(outputs.values()))
+
+    def _record_plan(
+        self,
+        tensors: Sequence[torch.Tensor],
+        outputs: Mapping[str, Any],
+        bound: Mapping[str, Any],
+        axes: Axes,
+        device: torch.device,
+        facts: DeviceFacts,
+        config: Config,
+    ) -> LaunchPlan | None:
+        """Launches into the outputs as `launch_into` does, and notes how."""
+        variant, config = self._pick(axes, config, facts)
+        buffers = variant.workspace(axes, config, facts)
+        workspace = self._take_workspace(buffers, device)
+
+        def run(tell: Callable[[Launched], None]) -> None:
+            def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+                tell(Launched(grid, arguments, _jit_launch(kernel, grid, arguments, config)))
+
+            self._run_launcher(variant, Run(facts, axes, config, workspace, door), outputs, bound)
+
+        present = [output for output in outputs.values() if output is not None]
+        return record_plan(run, tensors, present, workspace, buffers, device)
 
     def config(self, axes: Axes, device: torch.device, arguments: Mapping[str, Any] | None = None) -> Config:
         """The config that a call at these axes uses; with its arguments, a searching tuning can find it now."""
         facts = device_facts(device)
         on_clones = self.on_clones(axes, device, arguments) if arguments is not None else None
         config = self.tuning.resolve(self.variant, axes, facts, on_clones)
-        return self.variant.pinned(config, self.pins) if self.pins else config
+        config = self.variant.pinned(config, self.pins) if self.pins else config
+        if (reason := config.unmet_on(facts.arch)) is not None:
+            raise UnsupportedError(f"{self.variant.contract.name}.{self.variant.name}: {config.as_dict()}: {reason}")
+        return config
 
     def on_clones(
         self, axes: Axes, device: torch.device, arguments: Mapping[str, Any]
@@ -221,17 +279,27 @@ class Kernel:
         config: Config,
     ) -> None:
         """Runs the launcher into outputs that the caller owns (the checks poison them first)."""
-        variant = self.variant
-        workspace = {
-            name: variant.zeroed.take(name, b, device)
-            if b.zeroed
-            else torch.empty(b.shape, dtype=b.dtype, device=device)
-            for name, b in variant.workspace(axes, config, facts).items()
-        }
+        variant, config = self._pick(axes, config, facts)
+        workspace = self._take_workspace(variant.workspace(axes, config, facts), device)
+        self._run_launcher(variant, Run(facts, axes, config, workspace, self.door), outputs, arguments)
+
+    def _pick(self, axes: Axes, config: Config, facts: DeviceFacts) -> tuple[Variant, Config]:
+        """The variant that a call runs, and its config: another of the op where this one picks among them."""
+        if self.variant.chosen is None:
+            return self.variant, config
+        picked = self.variant.chosen(axes, config, facts)
+        return picked, self.tuning.resolve(picked, axes, facts)
+
+    def _take_workspace(self, buffers: Mapping[str, Buffer], device: torch.device) -> dict[str, torch.Tensor]:
+        return {name: self.variant.zeroed.buffer(name, b, device) for name, b in buffers.items()}
+
+    def _run_launcher(
+        self, variant: Variant, run: Run, outputs: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> None:
         try:
-            variant.run_launcher(Run(facts, axes, config, workspace, self.door), outputs, arguments)
+            variant.run_launcher(run, outputs, arguments)
         except BaseException:  # an interpreted program that raises, or is interrupted, leaves its counts behind
-            variant.zeroed.clear()
+            self.variant.zeroed.clear()
             raise
 
 

@@ -13,10 +13,11 @@ from tkernels.contract import Axes, Case, Contract, ContractError, Int, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs, tensors_in
 from tkernels.launch import Kernel
+from tkernels.nearest import Match
 from tkernels.preparation import timed_preparation
 from tkernels.roofline import Roofline, RooflineError, roofline
 from tkernels.timing import Cache, Launch, Timing, time_calls
-from tkernels.tuning import NEAREST, Match, Tuning
+from tkernels.tuning import NEAREST, Tuning
 from tkernels.variant import UnsupportedError, Variant, as_it_is
 from tkernels.verification.check import check_case
 

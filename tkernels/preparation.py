@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tkernels.contract import Case
+from tkernels.contract import Axes, Case, Value
 from tkernels.variant import UnsupportedError, Variant, as_it_is
 
 
@@ -58,6 +58,12 @@ def timed_preparation(variant: Variant, weight: Any) -> tuple[Any, float]:
 def prepare_weights(variant: Variant, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments with each weight as the variant keeps it."""
     return {name: variant.prepare(one) if hasattr(one, "map_tensors") else one for name, one in arguments.items()}
+
+
+def axes_as_kept(variant: Variant, axes: Axes) -> dict[str, Value]:
+    """A point's axes without those that preparing its weight decides: what `supports` is asked before there is one."""
+    decided = () if variant.prepare is as_it_is else variant.contract.loaded
+    return {name: value for name, value in axes.items() if name not in decided}
 
 
 def prepared_case(variant: Variant, case: Case) -> Case:

@@ -35,7 +35,7 @@ def recorded_faults(file: Path) -> Iterator[list[Fault]]:
             held: dict[str, Any] = {
                 name: value if isinstance(value, int | float) else 1 for name, value in values.items()
             }
-            self._hold(held, held.pop("num_warps", 1), held.pop("num_stages", 1))
+            self._hold(held)
 
     def variant(self: Variant, *positional: Any, **given: Any) -> None:
         known = {name: one for name, one in inspect.signature(make_variant).parameters.items() if name != "self"}

@@ -76,7 +76,7 @@ class CudaClock:
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A range that was entered. Events: where it launches work and there is a device; `graph`: which they belong to,
-    None for those that are recorded at once.
+    None for those that are recorded at once. within: the replay in pieces between two of which it was entered.
     """
 
     range: "RecordedRange"
@@ -89,6 +89,7 @@ class _Entry:
     graph: "CapturedRecording | None" = None
     first: DeviceEvent | None = None
     last: DeviceEvent | None = None
+    within: "_Replay | None" = None
 
     @property
     def is_timed(self) -> bool:
@@ -161,7 +162,8 @@ class CapturedRecording:
         """Reads the replay before, then notes this one."""
         self._recording.read(self)
         self.unread = self._recording.launched()
-        yield
+        with self._recording.replaying(self.unread):
+            yield
 
 
 class Recording:
@@ -179,6 +181,7 @@ class Recording:
         self._reading = RecordedRange(self, READ_EVENTS, "phase", launches=False)
         self._graphs: list[CapturedRecording] = []
         self._captures: dict[int, CapturedRecording] = {}  # by thread, while it captures
+        self._replaying: dict[int, _Replay] = {}  # by thread, while it replays
         self._open: dict[int, list[_Entry]] = {}  # by thread, innermost last
         self._threads: dict[int, Track] = {}
         self.clear()
@@ -218,7 +221,7 @@ class Recording:
             entry.graph = self._captures.get(thread)
             if entry.graph is not None:
                 entry.graph.entries.append(entry)
-            entry.stream = self._clock.stream
+            entry.stream, entry.within = self._clock.stream, self._replaying.get(thread)
             entry.first = self._clock.mark(in_graph=entry.graph is not None)
 
     def leave(self) -> None:
@@ -237,6 +240,19 @@ class Recording:
             yield
         finally:
             del self._captures[thread]
+
+    @contextmanager
+    def replaying(self, replay: _Replay | None) -> Iterator[None]:
+        """Ranges that are entered inside lie between two pieces of the replay."""
+        if replay is None:
+            yield
+            return
+        thread = threading.get_ident()
+        self._replaying[thread] = replay
+        try:
+            yield
+        finally:
+            del self._replaying[thread]
 
     def launched(self) -> _Replay | None:
         """A replay that this thread is about to launch."""
@@ -315,6 +331,10 @@ class Recording:
                 outer = next(_placed_around(entry.parent, mine), inside)
                 mine[id(entry)] = _Placed(entry, replay.stream, start + begin, start + end, outer)
             placed += mine.values()
+            for one in eager.values():
+                if one.entry.within is replay and (one.parent is None or one.parent.entry.within is not replay):
+                    around = [other for other in mine.values() if other.begin_ns <= one.begin_ns < other.end_ns]
+                    one.parent = min(around, key=lambda other: other.end_ns - other.begin_ns, default=one.parent)
         placed.sort(key=lambda one: one.begin_ns)  # stable: of two that begin together the outer one came first
         _fit_into_parents(placed)
         return placed

@@ -5,11 +5,12 @@ when the call returns. A GPU runs behind the host, which waits for it nowhere bu
 the one place where a device decides between them; the choice is handed down from there.
 """
 
+import contextlib
 import functools
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ from numpy.typing import NDArray
 from tkernels.ranges import NVTX, Ranges
 
 Replay = Callable[[], torch.Tensor]  # runs what was recorded; always writes to, and returns, the same tensor
+StepT = TypeVar("StepT")
+"""What a replay in pieces is given: the step that it is of."""
+Between = Callable[[Callable[[StepT], object]], None]
+"""Runs a call between two pieces, which no piece records: each replay makes it anew, with its own step."""
 
 
 class Recorder(Protocol):
@@ -25,6 +30,20 @@ class Recorder(Protocol):
 
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
         """Records `run`, which touches fixed tensors alone and has the same effect each time."""
+        ...
+
+    def record_pieces(
+        self, run: Callable[[Between[StepT]], torch.Tensor], step: StepT
+    ) -> Callable[[StepT], torch.Tensor]:
+        """Records `run` in pieces, for what happens between them depends on the step.
+
+        Args:
+            run: Touches fixed tensors alone but in the calls that it hands to its argument.
+            step: Of the runs ahead of the recording.
+
+        Returns:
+            A replay: all pieces, and each call where it was made, with the replay's step.
+        """
         ...
 
 
@@ -79,6 +98,19 @@ class EagerRecorder:
 
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
         return run
+
+    def record_pieces(
+        self, run: Callable[[Between[StepT]], torch.Tensor], step: StepT
+    ) -> Callable[[StepT], torch.Tensor]:
+        _run_whole(run, step)  # what cannot be recorded in pieces says so now, as it would on a GPU
+        return functools.partial(_run_whole, run)
+
+
+def _run_whole(run: Callable[[Between[StepT]], torch.Tensor], step: StepT) -> torch.Tensor:
+    def call_now(call: Callable[[StepT], object]) -> None:
+        call(step)
+
+    return run(call_now)
 
 
 class HostRuntime:
@@ -198,18 +230,11 @@ class CudaRecorder:
         self._pool = cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], torch.Tensor]) -> Replay:
-        cuda, current = self._cuda, self._cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        try:
-            with cuda.stream(self._stream):
-                for _ in range(self._NUM_WARM_UPS):
-                    run()
-        finally:  # what was launched before memory ran out writes to the caches too
-            current.wait_stream(self._stream)
-        graph, captured = cuda.CUDAGraph(), self._ranges.captured()
+        self._warm_up(run)
+        graph, captured = self._cuda.CUDAGraph(), self._ranges.captured()
         # "thread_local": launches of other threads do not enter the graph.
         with (
-            cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            self._cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
             captured.capture(),
         ):
             output = run()
@@ -220,6 +245,53 @@ class CudaRecorder:
             return output
 
         return replay
+
+    def record_pieces(
+        self, run: Callable[[Between[StepT]], torch.Tensor], step: StepT
+    ) -> Callable[[StepT], torch.Tensor]:
+        self._warm_up(lambda: _run_whole(run, step))
+        captured = self._ranges.captured()
+        graphs: list[Any] = []
+        calls: list[Callable[[StepT], object]] = []
+        # As the context does that `record` enters, but once for all pieces. A pool whose graphs are all gone can be
+        # captured into only after its memory was given back.
+        self._cuda.synchronize(self._device)
+        self._cuda.empty_cache()
+        with self._cuda.stream(self._stream), captured.capture(), contextlib.ExitStack() as capture:
+
+            def begin() -> None:
+                graph = self._cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                capture.callback(graph.capture_end)
+                graphs.append(graph)
+
+            def end_and_begin(call: Callable[[StepT], object]) -> None:
+                capture.close()
+                calls.append(call)
+                begin()
+
+            begin()
+            output = run(end_and_begin)
+
+        def replay(step: StepT) -> torch.Tensor:
+            with captured.replay():
+                for graph, call in zip(graphs, calls, strict=False):
+                    graph.replay()
+                    call(step)
+                graphs[-1].replay()
+            return output
+
+        return replay
+
+    def _warm_up(self, run: Callable[[], torch.Tensor]) -> None:
+        current = self._cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with self._cuda.stream(self._stream):
+                for _ in range(self._NUM_WARM_UPS):
+                    run()
+        finally:  # what was launched before memory ran out writes to the caches too
+            current.wait_stream(self._stream)
 
 
 def choose_runtime(device: torch.device) -> Runtime:

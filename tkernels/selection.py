@@ -15,7 +15,8 @@ from tkernels.launch import Kernel
 from tkernels.names import UnknownNameError, unknown_name
 from tkernels.ranges import NVTX, Ranges
 from tkernels.registry import Registry, builtin_ops
-from tkernels.tuning import Tuning, TuningMode
+from tkernels.tuning import Tuning
+from tkernels.tuning_mode import TuningMode
 from tkernels.variant import AxisRanges, Op, UnsupportedError, Variant
 
 Pins = Mapping[str, int]
@@ -89,7 +90,8 @@ def select(
     """The kernel set for a model.
 
     Args:
-        choices: See Choices. An op without one gets the default: its Triton variant on CUDA, `torch` on a CPU.
+        choices: See Choices. An op without one gets the default: its Triton variant on CUDA, `torch` on a CPU; a
+            fusion of which a part has one is composed.
         dtype: The activation dtype, which also stands for kv and weight where `axes` does not give those.
         axes: The ops that the model uses, each with the whole range of axes it will call them with.
         ops: The registry; the built-in one by default.
@@ -115,7 +117,7 @@ def select(
 
         def make(op: Op) -> Kernel:
             if op.name not in made:
-                kernel = _choose_kernel(op, choices.get(op.name), device, dtype, used[op.name], resolved, ranges)
+                kernel = _choose_kernel(op, choices, device, dtype, used[op.name], resolved, ranges)
                 made[op.name] = replace(kernel, parts=tuple(make(ops[part]) for part in kernel.variant.parts))
             return made[op.name]
 
@@ -132,7 +134,7 @@ def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.devi
     """
     used: dict[str, AxisRanges | Sequence[AxisRanges]] = dict(axes)
     for fusion, ranges in axes.items():
-        name, _ = _read_choice(ops[fusion], choices.get(fusion), device)
+        name, _ = _read_choice(ops[fusion], choices, device)
         variant = ops[fusion].variants.get(name)
         if variant is None:  # `select` says so, with the alternatives
             continue
@@ -157,8 +159,8 @@ def _unused_reason(name: str, choices: Choices, axes: OpAxes, ops: Registry, dev
     for fusion in axes:
         composed = [variant for variant in ops[fusion].variants.values() if name in variant.parts]
         if composed:
-            chosen, _ = _read_choice(ops[fusion], choices.get(fusion), device)
-            mine, _ = _read_choice(ops[name], choices[name], device)
+            chosen, _ = _read_choice(ops[fusion], choices, device)
+            mine, _ = _read_choice(ops[name], choices, device)
             return (
                 f"kernels.{fusion}: {chosen!r} is chosen, which does not call its part {name}, for which {mine!r} is "
                 f"chosen: name one of the two, or choose {fusion}: {composed[0].name}"
@@ -169,14 +171,14 @@ def _unused_reason(name: str, choices: Choices, axes: OpAxes, ops: Registry, dev
 
 def _choose_kernel(
     op: Op,
-    choice: str | Mapping[str, Pins | None] | None,
+    choices: Choices,
     device: torch.device,
     dtype: torch.dtype,
     axes: AxisRanges | Sequence[AxisRanges],
     tuning: Tuning,
     ranges: Ranges,
 ) -> Kernel:
-    name, pins = _read_choice(op, choice, device)
+    name, pins = _read_choice(op, choices, device)
     variant = _find_variant(op, name, axes, device, dtype)
     pins = dict(pins)
     if pins and variant.launch is None:
@@ -193,12 +195,11 @@ def _choose_kernel(
     return Kernel(variant, tuning, pins, ranges=ranges)
 
 
-def _read_choice(
-    op: Op, choice: str | Mapping[str, Pins | None] | None, device: torch.device
-) -> tuple[str, Mapping[str, int]]:
-    """The variant's name and pins that a choice means."""
+def _read_choice(op: Op, choices: Choices, device: torch.device) -> tuple[str, Mapping[str, int]]:
+    """The variant's name and pins that the choices mean for an op."""
+    choice = choices.get(op.name)
     if choice is None:
-        return op.default_on(device), {}
+        return op.default_on(device, choices), {}
     if not isinstance(choice, Mapping):
         return choice, {}
     if len(choice) != 1:

@@ -52,7 +52,8 @@ def _collect_code(function: Any, seen: dict[int, str]) -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(python)))
     definition = tree.body[0]
     assert isinstance(definition, ast.FunctionDef)
-    definition.decorator_list = []
+    # What a decorator is given decides what is compiled; a plain one says nothing.
+    definition.decorator_list = [one for one in definition.decorator_list if isinstance(one, ast.Call)]
     if ast.get_docstring(definition) is not None:
         definition.body = definition.body[1:]
     values = []

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from triton.runtime.jit import KernelInterface
 
-from tkernels.config import Config
+from tkernels.config import OPTIONS, Config
 from tkernels.contract import Axes, Choose, ContractError
 from tkernels.declaration import Fault, line_of_caller, needed_parameters
 from tkernels.device import device_facts
@@ -31,7 +31,6 @@ _DRAWS = 16
 """Of the contract's, until one is supported and something is launched for it."""
 
 _CPU = torch.device("cpu")
-_OF_CONFIG = ("num_warps", "num_stages")
 
 T = TypeVar("T")
 
@@ -96,7 +95,7 @@ def _launch_faults(kernel: Any, grid: Any, positional: tuple[Any, ...], argument
         yield f"run.launch takes {name}'s arguments by name; {len(positional)} have none"
     parameters = inspect.signature(kernel.fn).parameters
     for one in arguments:
-        if one in _OF_CONFIG:
+        if one in OPTIONS:
             yield f"{one} is the config's: say it in Config({one}=...)"
         elif one not in parameters:
             free = [parameter for parameter in parameters if parameter not in arguments]

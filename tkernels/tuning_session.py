@@ -7,26 +7,15 @@ from pathlib import Path
 
 import torch
 
+from tkernels.buckets import bucket
 from tkernels.config import Config
 from tkernels.contract import Int, Value
 from tkernels.device import DeviceFacts, device_facts
 from tkernels.launch import Kernel
+from tkernels.lockfile import TUNED_FOLDER, ConfigTiming, Entry, TuningError, lockfile, read_lockfile, tuning_key
 from tkernels.measurement import benchmark_points, prepare
-from tkernels.tuning import (
-    NEAREST,
-    TUNED_FOLDER,
-    ConfigTiming,
-    Entry,
-    Measure,
-    TuningError,
-    bucket,
-    lockfile,
-    median_us,
-    missing_configs,
-    read_lockfile,
-    search,
-    tuning_key,
-)
+from tkernels.preparation import axes_as_kept
+from tkernels.tuning import Measure, Tuning, median_us, missing_configs, search
 from tkernels.variant import Variant
 
 
@@ -41,6 +30,10 @@ class TuningPoint:
     @property
     def title(self) -> str:
         return f"{self.variant.contract.name}.{self.variant.name} {self.name}"
+
+    def refusal(self, facts: DeviceFacts) -> str | None:
+        """Why the variant does not take the point on a device; None where it does."""
+        return self.variant.refusal(axes_as_kept(self.variant, self.axes), facts)
 
 
 def in_tuning_order(variants: Iterable[Variant]) -> list[Variant]:
@@ -60,7 +53,7 @@ class Tuned:
 
     @property
     def microseconds(self) -> Mapping[Config, float]:
-        return {config: us for config, us, _ in self.entry.timings if us is not None} if self.entry else {}
+        return self.entry.microseconds if self.entry else {}
 
 
 def points_of(variants: Sequence[Variant], device: torch.device) -> list[TuningPoint]:
@@ -73,13 +66,19 @@ def points_of(variants: Sequence[Variant], device: torch.device) -> list[TuningP
     ]
 
 
-def one_per_bucket(points: Sequence[TuningPoint]) -> list[TuningPoint]:
-    """The point that stands for each variant's bucket of shapes: the one of the largest batch.
+def one_per_bucket(points: Sequence[TuningPoint], facts: DeviceFacts) -> list[TuningPoint]:
+    """The point that stands for each variant's bucket of shapes: of those that it supports, the one of the largest
+    batch.
 
     The points of a bucket share a config, and at a small batch a kernel's time is its latency, whatever the config.
+
+    Args:
+        facts: Of the device that is tuned.
     """
     chosen: dict[tuple[str, str, str], TuningPoint] = {}
     for point in points:
+        if point.refusal(facts) is not None:
+            continue
         key = (point.variant.contract.name, point.variant.name, bucket(point.variant, point.axes))
         if key not in chosen or _batch(point) > _batch(chosen[key]):
             chosen[key] = point
@@ -135,6 +134,7 @@ def _tune(
     before = len(known.timings) if known is not None else 0
     if known is not None and not missing:
         return Tuned(point, known, 0, before)
-    launch = Kernel(variant, NEAREST, {}).on_clones(axes, where, arguments)
+    # Its parts, where it runs others, have what was tuned before it.
+    launch = Kernel(variant, Tuning("nearest", folder), {}).on_clones(axes, where, arguments)
     entry = search(variant, facts, named, launch, measure, path, lambda timing: tried(point, timing))
     return Tuned(point, entry, len(missing), before)

@@ -1,6 +1,6 @@
 """One way to compute an op: what its file declares, checked once, when it joins the registry."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,9 +16,10 @@ from tkernels.device import DeviceFacts, device_facts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
 from tkernels.folders import fault_of_name
+from tkernels.language import wait_for_earlier_launches
 from tkernels.mode import unavailable_reason
 from tkernels.names import Names
-from tkernels.source_hash import is_jit, source_hash
+from tkernels.source_hash import called_functions, is_jit, source_hash
 from tkernels.workspace import Buffer, ZeroedBuffers
 
 
@@ -68,8 +69,13 @@ class Variant:
         supports: (axes, device) -> None, or the reason why not. Called with every axis that the contract binds from a
             call.
         workspace: (axes, config, device) -> named buffers.
+        chosen: (axes, config, device) -> the variant of the same op that a call runs, with its own tuned config, in the
+            place of this one.
         limits: (low, high) of a config value that may not be every legal number; pins outside are refused.
         key: The axes that select a tuned config; dtypes are always part of it.
+        sum_order: Config -> what decides in which order, and by which instruction, a row's sums are added, comparable.
+            A batch-invariant variant needs it where its key names an axis of the batch, which has classes then: tuned
+            configs of two classes agree in it.
         prepare: For a weight op, the weight as this variant wants it, made once at load.
         deterministic: The same bits on every run.
         batch_invariant: A row's bits do not depend on the batch around it.
@@ -87,8 +93,10 @@ class Variant:
     default: Mapping[str, Config] = field(default_factory=dict)
     supports: Callable[[Axes, DeviceFacts], str | None] = lambda axes, device: None
     workspace: Callable[[Axes, Config, DeviceFacts], Mapping[str, Buffer]] = lambda axes, config, device: {}
+    chosen: Callable[[Axes, Config, DeviceFacts], "Variant"] | None = None
     limits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     key: tuple[str, ...] = ()
+    sum_order: Callable[[Config], Any] | None = None
     prepare: Callable[[Any], Any] = as_it_is
     # Filled in when the file joins a registry:
     name: str = ""
@@ -127,6 +135,14 @@ class Variant:
         """The content hash of its kernels, under which tuned configs are kept. Cached: it parses source."""
         return source_hash(self.kernels)
 
+    @property
+    def waits_for_earlier_launches(self) -> bool:
+        """Whether each of its kernels waits, so that it may be launched before what is ahead of it has ended."""
+        kernels = self.kernels
+        called = [one for kernel in kernels.values() for one in called_functions({"": kernel})[1:]]
+        launched = [kernel for kernel in kernels.values() if kernel not in called]
+        return bool(launched) and all(wait_for_earlier_launches in called_functions({"": one}) for one in launched)
+
     def is_for(self, axes: Axes) -> bool:
         """Whether a call at these axes lies in its region."""
         return all(low <= int(axes[name]) <= high for name, (low, high) in self.region.items())
@@ -142,6 +158,10 @@ class Variant:
             low, high = self.limits.get(name, (value, value))
             if not low <= value <= high:
                 raise ValueError(f"{name} must be from {low} to {high}, got {value}")
+        if values.get("launch_pdl") and not self.waits_for_earlier_launches:
+            raise ValueError(
+                "launch_pdl is for kernels that call tkernels.language.wait_for_earlier_launches, and not all of its do"
+            )
 
     def default_config(self, arch: str) -> Config:
         """The untuned config for an architecture."""
@@ -270,9 +290,16 @@ class Op:
             return f"{self.name} already has a variant {name!r}, in {self.variants[name].file}"
         return fault_of_name(name)
 
-    def default_on(self, device: torch.device) -> str:
-        """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`;
-        a composed fusion everywhere, for it is what its parts are.
+    def default_on(self, device: torch.device, chosen: Container[str] = ()) -> str:
+        """The variant where none is named: on CUDA the contract's default, on a CPU, which interprets Triton, `torch`.
+
+        A fusion with a composed variant is that one on a CPU, and wherever one of its parts is chosen by name: it is
+        what its parts are.
+
+        Args:
+            chosen: The ops of which a variant is named.
         """
-        default = self.contract.default
-        return default if device.type == "cuda" or self.variants[default].parts else "torch"
+        for variant in self.variants.values():
+            if variant.parts and (device.type != "cuda" or any(part in chosen for part in variant.parts)):
+                return variant.name
+        return self.contract.default if device.type == "cuda" else "torch"

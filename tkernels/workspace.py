@@ -36,8 +36,14 @@ class ZeroedBuffers:
         self._cuda = cuda
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
+    def buffer(self, name: str, buffer: Buffer, device: torch.device) -> torch.Tensor:
+        """The memory of any buffer for a launch now: what is not zeroed is new."""
+        if buffer.zeroed:
+            return self.take(name, buffer, device)
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
     def take(self, name: str, buffer: Buffer, device: torch.device) -> torch.Tensor:
-        """The buffer for a launch now.
+        """A zeroed buffer for a launch now.
 
         Raises:
             RuntimeError: A capture asks for a buffer that no launch before it has used.
@@ -58,7 +64,8 @@ class ZeroedBuffers:
     def _keep(self, key: tuple[Any, ...], buffer: Buffer, device: torch.device) -> torch.Tensor:
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+            with torch.inference_mode(False):  # or a launch that fails outside that mode could not clear it
+                found = self._kept[key] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
         return found
 
     def not_zero(self) -> list[str]:

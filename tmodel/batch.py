@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,11 @@ LayerCache = tuple[torch.Tensor, ...]
 
 KVCache = Sequence[LayerCache]
 """Per layer what its kind keeps: of pages (k_cache, v_cache), each [P, S, Hkv, D]."""
+
+
+AttendBetween = Callable[[torch.Tensor, int, Callable[["Batch", torch.Tensor], torch.Tensor]], torch.Tensor]
+"""(q [T, Hq, D], Dv, what attends) -> [T, Hq, Dv]. What attends, (batch, q) -> [T, Hq, Dv], is called between two
+pieces of a step, at each replay with its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,7 @@ class Batch:
     state_slots      [2, B] int64, where layers keep states: the slots of the state that each sequence goes on from, -1
                      where it begins and there is none, and of the one that it leaves. They may be the same; else the
                      first stays as it is. A padding row leaves its state in the caches' last slot, which nobody reads
+    attend_between   where the step is recorded in pieces, as AttendBetween says; None is at once
     """
 
     token_ids: torch.Tensor
@@ -45,6 +51,7 @@ class Batch:
     max_context_len: int
     logit_indices: torch.Tensor
     state_slots: torch.Tensor | None = None
+    attend_between: AttendBetween | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where the shapes do not fit together.

@@ -64,6 +64,9 @@ class SplitModel(Protocol):
     """A model whose head may be applied to a part of a step's tokens at a time.
 
     `model(batch, kv_cache)` is `model.compute_logits(model.compute_hidden(batch, kv_cache))`.
+
+    Steps with prompts are recorded in pieces for it where each of its layers attends through PagedAttention. Nothing
+    but that may then read a batch's tables, lengths, counts and logit_indices, but for whether all logits are wanted.
     """
 
     def compute_hidden(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:

@@ -139,7 +139,8 @@ def _collect_sizes(part: Any, sizes: dict[int, int]) -> None:
 class PagedAttention:
     """One step's attention over the paged cache: one kernel takes decode rows, another takes prefill chunks.
 
-    A step makes it once, so layers do not slice the batch's tensors again.
+    A step makes it once, so layers do not slice the batch's tensors again. Of a step that is recorded in pieces it lies
+    between them, and each replay hands it a batch of its own.
 
     Args:
         kernels: With paged_decode and paged_prefill.
@@ -148,6 +149,8 @@ class PagedAttention:
     """
 
     __slots__ = (
+        "_between",
+        "_bound",
         "context_lens",
         "cu_seqlens_q",
         "decode_tables",
@@ -163,11 +166,17 @@ class PagedAttention:
     )
 
     def __init__(self, kernels: KernelSet, batch: Batch, scale: float) -> None:
-        split = batch.num_decodes
         self.kernels = kernels
         self.scale = scale
-        self.max_context_len = batch.max_context_len
         self.positions, self.slots = batch.positions, batch.slots
+        self._between = batch.attend_between
+        self._bind(batch)
+
+    def _bind(self, batch: Batch) -> None:
+        """Takes from a batch which keys each token sees."""
+        split = batch.num_decodes
+        self._bound = batch
+        self.max_context_len = batch.max_context_len
         self.num_decodes = split
         self.num_prefills = batch.num_prefills
         self.decode_tables, self.context_lens = batch.block_tables[:split], batch.context_lens[:split]
@@ -190,6 +199,20 @@ class PagedAttention:
         Returns:
             [T, Hq, D]; the rows of padding are undefined.
         """
+        if self._between is None:
+            return self._attend(q, k_cache, v_cache, window, scales)
+
+        def attend(batch: Batch, q: torch.Tensor) -> torch.Tensor:
+            if batch is not self._bound:
+                self._bind(batch)
+            return self._attend(q, k_cache, v_cache, window, scales)
+
+        return self._between(q, v_cache.shape[3], attend)
+
+    def _attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
+        scales: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
         split = self.num_decodes
         if split == 0 and self.num_prefills:
             return self._prefill(q, k_cache, v_cache, window, scales)

@@ -179,7 +179,7 @@ class AsyncLLM(ServedModel):
 
         The variants are selected, and weights prepared for them, while the engine runs; the swap comes between two
         steps. Steps before the one whose number this returns ran over the old kernels, and that one and all after it
-        run over the new ones. Requests go on over the caches that they have. Decode graphs are recorded again as they
+        run over the new ones. Requests go on over the caches that they have. Graphs are recorded again as they
         are used.
 
         Args:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from tkernels import Ranges, Registry, Tuning
     from tkernels.selection import Choices
-    from tkernels.tuning import TuningMode
+    from tkernels.tuning_mode import TuningMode
 
 COUNT_END = 2**31  # the kernels count tokens, rows and pages in int32
 BYTES_END = 2**63
@@ -287,8 +287,16 @@ class EngineOptions:
     ] = 0.0
     chunked_prefill: Annotated[bool, Option("whether a prompt may be computed in several steps")] = True
     block_size: Annotated[
-        int, Option("tokens in a block of the KV cache", unit="tokens", ge=1, lt=COUNT_END, power_of_two=True)
-    ] = 16
+        int | None,
+        Option(
+            "tokens in a block of the KV cache",
+            none="64 on NVIDIA GPUs from sm_90 on, 16 elsewhere",
+            unit="tokens",
+            ge=1,
+            lt=COUNT_END,
+            power_of_two=True,
+        ),
+    ] = None
     kv_cache_bytes: Annotated[
         int | None,
         Option("size of the KV cache in bytes", none="what kv_cache_fraction gives", unit="bytes", ge=1, lt=BYTES_END),
@@ -337,7 +345,7 @@ class EngineOptions:
     ] = None
     cuda_graphs: Annotated[
         bool | None,
-        Option("whether decode steps are recorded and replayed, with the same tokens", none="on a GPU alone"),
+        Option("whether steps are recorded and replayed, with the same tokens", none="on a GPU alone"),
     ] = None
     tuning: Annotated[
         "TuningMode | Tuning",

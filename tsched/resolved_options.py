@@ -87,13 +87,14 @@ class ResolvedOptions:
 
 
 def resolve_options(
-    options: EngineOptions, *, max_position_embeddings: int, sizes: UnitSizes, cache_bytes: int
+    options: EngineOptions, *, max_position_embeddings: int, block_size: int, sizes: UnitSizes, cache_bytes: int
 ) -> ResolvedOptions:
     """What `options` mean for a model.
 
     Args:
         options: The engine's options.
         max_position_embeddings: Tokens that the model was made for.
+        block_size: Tokens in a block of its cache.
         sizes: Bytes of the units of the model's cache, see `tmodel.kv_bytes_per_block` and `tmodel.bytes_per_state`.
         cache_bytes: Bytes that there are for the cache: kv_cache_bytes or what the device has left, see
             `tsched.execution.cache_size`. No more of them are used than max_num_seqs requests can fill.
@@ -106,13 +107,13 @@ def resolve_options(
         allowed = f"None or an integer from 1 to {max_position_embeddings}, the model's max_position_embeddings"
         raise OptionError("max_model_len", f"max_model_len must be {allowed}, got {longest}")
     check_expected_len(options, sizes, longest)
-    most = most_units(options, sizes, longest, options.block_size)
-    units = fit_cache(options, sizes, cache_bytes, longest, options.block_size, most)
-    host = fit_host(options, sizes, longest, options.block_size)
+    most = most_units(options, sizes, longest, block_size)
+    units = fit_cache(options, sizes, cache_bytes, longest, block_size, most)
+    host = fit_host(options, sizes, longest, block_size)
     return ResolvedOptions(
         options,
         longest,
-        options.block_size,
+        block_size,
         num_blocks=units.num_blocks,
         num_host_blocks=host.num_blocks,
         num_states=units.num_states,

@@ -16,8 +16,8 @@ from experiments.peers import slack_of, with_peers
 from experiments.reporting.table_style import format_microseconds, make_table
 from tkernels.device import device_facts, first_device
 from tkernels.measurement import INTERPRETED, Measurement, Method, benchmark_points, measure
+from tkernels.nearest import IN_WORDS
 from tkernels.timing import Cache, Launch
-from tkernels.tuning import IN_WORDS
 
 
 def run(request: BenchRequest) -> int:

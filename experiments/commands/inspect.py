@@ -38,6 +38,10 @@ Failures = Mapping[str, Sequence[str]]
 
 def run(request: InspectRequest) -> int:
     """Compiles, prints, and returns 1 where a gate fails, or a row is worse than the expected table's."""
+    if request.against is not None and request.predict is None:
+        raise ExperimentError(["--against says how well --predict ranks: name a GPU"])
+    if request.predict is not None:
+        return _run_predict(request)
     archs = list(TARGETS) if request.arch is None else parse_names("--arch", request.arch, TARGETS)
     if request.diff is not None:
         return _diff(request, request.diff, archs)
@@ -59,6 +63,17 @@ def run(request: InspectRequest) -> int:
         reasons = dict.fromkeys(f"{row.name} is {row.status}: {row.reason}" for row in rows)
         return end_with(1, f"nothing was compiled: {name_some([*reasons]) or 'no point has a launch'}")
     return 0
+
+
+def _run_predict(request: InspectRequest) -> int:
+    given = {"--arch": request.arch, "--dump": request.dump, "--diff": request.diff}
+    if beside := [name for name, value in given.items() if value]:
+        raise ExperimentError(
+            [f"{', '.join(beside)}: not with --predict, which says a time at each of the op's points"]
+        )
+    from experiments.commands import predict
+
+    return predict.run(request)
 
 
 def _choose_triton_variants(request: InspectRequest, ops: Registry) -> list[Variant]:
@@ -236,7 +251,9 @@ def _print(console: Console, rows: Sequence[CompiledKernel], found: Failures) ->
     """Every figure of one variant or one architecture, else an overview; then what fails or is unsupported."""
     archs = list(dict.fromkeys(row.arch for row in rows))
     is_narrow = len(archs) == 1 or len({(row.op, row.variant) for row in rows}) == 1
-    console.print(_tabulate_details(rows, found) if is_narrow else _tabulate_overview(console, rows, archs, found))
+    console.print(
+        _tabulate_details(console, rows, found) if is_narrow else _tabulate_overview(console, rows, archs, found)
+    )
     for row in rows:
         if found[row.name]:
             console.print(Text(f"FAIL {row.name}: {'; '.join(found[row.name])}", "red"), soft_wrap=True)
@@ -319,24 +336,35 @@ def _format_registers(row: CompiledKernel | None, found: Failures, roomy: bool) 
 
 _NUMBERS = ("regs", "spill", "KB", "occ.", "16 B", "waves", "ms")
 _FIGURES = ("regs", "spill", "KB", "occ.", "matrix", "16 B", "grid", "waves", "ms")
+_ROOMY_FIGURES = (*_FIGURES, "early")
 _CAPTION = (
-    "Of a thread: registers, bytes spilled. KB: of shared memory, a block. occ.: resident warps over the most there "
-    "can be. 16 B: share of the main loop's bytes in 16-byte accesses. ms: to compile."
+    "Of a thread: registers (and the most that its config allows), bytes spilled. KB: of shared memory, a block. occ.: "
+    "resident warps over the most there can be. 16 B: share of the main loop's bytes in 16-byte accesses. ms: to "
+    "compile."
+)
+_ROOMY_CAPTION = (
+    f"{_CAPTION} early: it waits for the launches ahead of it, so that it may begin before they end; +2: it asks for "
+    "weights by two instructions first."
 )
 
 
-def _tabulate_details(rows: Sequence[CompiledKernel], found: Failures) -> Table:
-    """Every figure. What all rows have in common, an op or an architecture, is said once, above."""
+def _tabulate_details(console: Console, rows: Sequence[CompiledKernel], found: Failures) -> Table:
+    """Every figure there is room for. What all rows have in common, an op or an architecture, is said once, above."""
     ops, archs = {row.op for row in rows}, {row.arch for row in rows}
     shared = [*(ops if len(ops) == 1 else ()), *(archs if len(archs) == 1 else ())]
     num_names = 1 if len(archs) == 1 else 2
+    roomy = console.width >= _ROOMY
+    figures = _ROOMY_FIGURES if roomy else _FIGURES
     lines: list[list[str | Text]] = []
     for row in _in_order(rows):
         kernel = _label(row) if len(ops) == 1 else f"{row.op}.{_label(row)}"
         *names, marked = [kernel, row.arch][:num_names]
-        lines.append([*names, Text(marked, "bold red" if found[row.name] else ""), *_format_figures(row)])
-    columns = [*["kernel", "arch"][:num_names], *_FIGURES]
-    table = make_table(", ".join(shared), columns, lines, right=_NUMBERS, once=1, caption=_CAPTION)
+        lines.append(
+            [*names, Text(marked, "bold red" if found[row.name] else ""), *_format_figures(row)[: len(figures)]]
+        )
+    columns = [*["kernel", "arch"][:num_names], *figures]
+    caption = _ROOMY_CAPTION if roomy else _CAPTION
+    table = make_table(", ".join(shared), columns, lines, right=_NUMBERS, once=1, caption=caption)
     for column in table.columns[1:]:
         column.no_wrap = True  # a long name breaks instead
     return table
@@ -345,9 +373,9 @@ def _tabulate_details(rows: Sequence[CompiledKernel], found: Failures) -> Table:
 def _format_figures(row: CompiledKernel) -> list[str | Text]:
     if row.registers is None:
         status = Text(row.status, "yellow" if row.status == "unsupported" else "bold red")
-        return [status if name == "matrix" else "-" for name in _FIGURES]
+        return [status if name == "matrix" else "-" for name in _ROOMY_FIGURES]
     return [
-        str(row.registers),
+        f"{row.registers}" + (f"/{row.config['maxnreg']}" if row.config.get("maxnreg") else ""),
         Text(str(row.spill_bytes), "red" if row.spill_bytes else ""),
         f"{(row.shared_bytes or 0) / 1024:.1f}",
         f"{row.occupancy:.0%}",
@@ -356,7 +384,13 @@ def _format_figures(row: CompiledKernel) -> list[str | Text]:
         "x".join(map(str, row.grid)),
         "-" if row.waves is None else f"{row.waves:.1f}",
         f"{1000 * (row.compile_s or 0):.0f}",
+        _format_early(row),
     ]
+
+
+def _format_early(row: CompiledKernel) -> str:
+    prefetches = row.early_launch.get("prefetches")
+    return f"waits+{prefetches}" if prefetches else "waits" if row.early_launch else "-"
 
 
 def _format_width(row: CompiledKernel) -> str:

@@ -31,6 +31,8 @@ _LINE = 120
 _CPU_SIZE = 128
 """The largest size of the points of an experiment without a model: interpreted, a check takes seconds."""
 
+_CPU = torch.device("cpu")
+
 
 def run(request: NewRequest) -> int:
     """Writes the two files and says what comes next; always 0.
@@ -67,8 +69,8 @@ def _find_op(request: NewRequest) -> Op:
 
 
 def _find_start(op: Op, name: str | None) -> Variant:
-    """The variant to start from: the one named, else the op's default or, where that calls others, of those that
-    refuse the fewest draws the one with the least device code.
+    """The variant to start from: the one named, else of those that refuse the fewest draws the one with the least
+    device code.
     """
     own = {one.name: one for one in op.variants.values() if is_start(one)}
     if name is not None and name not in own:
@@ -76,8 +78,8 @@ def _find_start(op: Op, name: str | None) -> Variant:
         raise ExperimentError([f"--from {name}: {there_is}"])
     if not own:
         raise ExperimentError([f"{op.name} has no variant with a kernel of its own to start from"])
-    if (chosen := name or op.contract.default) in own:
-        return own[chosen]
+    if name is not None:
+        return own[name]
     return min(own.values(), key=lambda one: (count_refused(one), count_device_lines(one)))
 
 
@@ -123,7 +125,7 @@ def _find_preset(op: str) -> str | None:
     """A trained preset whose steps call the op."""
     for preset in PRESETS:
         model = named_model(preset, "--model")
-        if op in with_parts(kernel_ranges(model, {}, model.config.dtype), {}, tkernels.OPS, torch.device("cpu")):
+        if op in with_parts(kernel_ranges(model, {}, _CPU, model.config.dtype), {}, tkernels.OPS, _CPU):
             return preset
     return None
 

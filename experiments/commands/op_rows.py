@@ -11,8 +11,8 @@ from experiments.commands.trials import runs_apart
 from tkernels.contract import Axes, Contract, Value
 from tkernels.device import device_facts
 from tkernels.isolation import run_forked
+from tkernels.lockfile import tuned_devices
 from tkernels.mode import unavailable_reason
-from tkernels.tuning import tuned_devices
 from tkernels.variant import Variant
 from tkernels.verification.draws import chooser
 

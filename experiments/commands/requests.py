@@ -3,6 +3,7 @@
 The command line is made of these records, and the module of each command takes its own. The docstring is the help.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,9 @@ class TuneRequest:
         Option(metavar="POINT|a=b,c=d", help="A realistic point's name, or axes. Repeatable; all by default."),
     ] = field(default_factory=list)
     device: Annotated[str, Option(help="cuda, or cuda:1.")] = "cuda"
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="List the point at which each class of sizes is tuned; needs no GPU.")
+    ] = False
     variants_from: VariantsFrom = field(default_factory=list)
 
 
@@ -134,10 +138,31 @@ class TuneRequest:
 class GpuReportRequest:
     """Measure all that needs a GPU, the most valuable first: checks, tuning, timings beside peers, the engine."""
 
-    out: Annotated[Path, Option(metavar="DIR", help="The report's folder; one that was begun goes on.")]
-    minutes: Annotated[float, Option(min=0.1, help="The time that it may take.")] = 9.0
+    out: Annotated[Path, Option(metavar="DIR", help="The report's folder; one that was begun, or its home/, goes on.")]
+    minutes: Annotated[
+        str,
+        Option(metavar="N", help="The time that it may take; with --dry-run of several commands, as in 9,9,9."),
+    ] = "9"
     device: Annotated[str, Option(help="cuda, or cuda:1.")] = "cuda"
-    dry_run: Annotated[bool, Option("--dry-run", help="List the steps; needs no GPU.")] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="Say what would be done; needs no GPU.")] = False
+
+    @property
+    def lengths(self) -> list[float]:
+        """Of the commands, in minutes; ExperimentError where they are none."""
+        lengths = [_as_minutes(part) for part in self.minutes.split(",")]
+        found = [length for length in lengths if length is not None]
+        if len(found) < len(lengths) or (len(found) > 1 and not self.dry_run):
+            several = "or, with --dry-run, those of several commands, as in 9,9,9"
+            raise ExperimentError([f"--minutes {self.minutes}: must be a number from 0.1, {several}"])
+        return found
+
+
+def _as_minutes(text: str) -> float | None:
+    """A number of at least 0.1 that is finite; None where it is none."""
+    try:
+        return value if 0.1 <= (value := float(text)) < math.inf else None
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -167,6 +192,12 @@ class InspectRequest:
     update_expected: Annotated[
         bool, Option("--update-expected", help="Write the expected table of this Triton version.")
     ] = False
+    predict: Annotated[
+        str | None, Option(metavar="H100,...", help="Modelled times on these GPUs instead; nothing of it is measured.")
+    ] = None
+    against: Annotated[
+        Path | None, Option(metavar="RUN", help="With --predict: how well it ranks what this folder's run measured.")
+    ] = None
     as_json: Json = False
     variants_from: VariantsFrom = field(default_factory=list)
 

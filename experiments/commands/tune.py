@@ -12,31 +12,61 @@ from experiments.commands.output import progress_bar
 from experiments.commands.requests import TuneRequest
 from experiments.document import ExperimentError
 from experiments.reporting.table_style import format_microseconds, make_table
-from tkernels.device import DeviceFacts, device_facts
-from tkernels.tuning import TUNED_FOLDER, ConfigTiming, Entry, Measure, candidates, lockfile, median_us
+from tkernels.buckets import bucket
+from tkernels.device import TARGETS, DeviceFacts, device_facts
+from tkernels.lockfile import TUNED_FOLDER, ConfigTiming, Entry, lockfile
+from tkernels.tuning import Measure, candidates, median_us
 from tkernels.tuning_session import Tuned, TuningPoint, in_tuning_order, one_per_bucket, points_of, tune
 from tkernels.variant import Variant
 from tsched.torch_free import suggest_name
 
+# Without a GPU the plan is an H200's.
+_DRY_RUN = TARGETS["sm_90"]
+
 
 def run(request: TuneRequest) -> int:
     """Tunes and prints a table; 1 where a point could not be tuned."""
-    points = plan(request)
+    if request.dry_run:
+        facts = device_facts(cuda_device(request.device, "tk tune")) if torch.cuda.is_available() else _DRY_RUN
+        print_plan(plan(request, facts), facts)
+        return 0
     device = cuda_device(request.device, "tk tune")
+    points = plan(request, device_facts(device))
     with torch.cuda.device(device):
         results = carry_out(points, device, device_facts(device), TUNED_FOLDER, median_us)
     return print_results(results, device_facts(device), TUNED_FOLDER)
 
 
-def plan(request: TuneRequest) -> list[TuningPoint]:
-    """The points that were asked for; an ExperimentError names what is not one."""
+def plan(request: TuneRequest, facts: DeviceFacts) -> list[TuningPoint]:
+    """The points that were asked for, on a device of these facts; an ExperimentError names what is not one."""
     tunable = in_tuning_order(choose_variants(open_registry(request.variants_from), request.op, request.variant))
     if not tunable:
         raise ExperimentError(["nothing to tune: none of these is a Triton variant"])
     every = points_of(tunable, torch.device("cuda"))
     if not request.shapes:
-        return one_per_bucket(every)
+        return one_per_bucket(every, facts)
     return [point for shape in request.shapes for point in _find_points(shape, tunable, every)]
+
+
+def print_plan(points: Sequence[TuningPoint], facts: DeviceFacts) -> None:
+    """A row for each bucket of shapes: the calls that share a config, and the point at which it is tuned. A point that
+    was asked for and that its variant refuses has a line that says why.
+    """
+    refused = [(point, reason) for point in points if (reason := point.refusal(facts)) is not None]
+    rows = [
+        [
+            f"{point.variant.contract.name}.{point.variant.name}",
+            bucket(point.variant, point.axes),
+            point.name,
+            str(len(candidates(point.variant, facts.arch))),
+        ]
+        for point in points
+        if point.refusal(facts) is None
+    ]
+    title, console = f"What tk tune would time on {facts.name}", Console()
+    console.print(make_table(title, ["variant", "calls", "tuned at", "configs"], rows, right=["configs"]))
+    for point, reason in refused:
+        console.print(Text(f"not tuned: {point.title}: {reason}"))
 
 
 def _find_points(shape: str, variants: Sequence[Variant], every: Sequence[TuningPoint]) -> list[TuningPoint]:

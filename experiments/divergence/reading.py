@@ -27,6 +27,7 @@ from tkernels.launch import Kernel
 from tkernels.selection import Choices
 from tmodel import Batch, ModelConfig, allocate_kv_cache, load_model
 from tmodel.kv_cache import state_kinds
+from tsched.execution.placement import find_block_size
 from tsched.options import EngineOptions
 from tsched.resolved_options import ResolvedOptions
 
@@ -125,7 +126,7 @@ class HeardModel:
         self._device, self._dtype = device, dtype
         count, longest = len(lengths), max(lengths) + after
         options = EngineOptions(max_num_seqs=count, max_num_batched_tokens=sum(lengths), max_model_len=longest)
-        self._block_size = options.block_size
+        self._block_size = find_block_size(None, device)
         self._width = -(-longest // self._block_size)  # blocks of a sequence
         self._num_blocks = count * self._width
         self._num_states = count if state_kinds(config.cache_kinds) else 0
@@ -207,9 +208,12 @@ class HeardModel:
             "context_lens": context_lens,
             "cu_seqlens_q": starts,
         }
-        batch = Batch(
+        tensors: dict[str, Any] = {
             **{name: torch.tensor(each, dtype=torch.int64, device=self._device) for name, each in places.items()},
             **{name: torch.tensor(each, dtype=torch.int32, device=self._device) for name, each in lengths.items()},
+        }
+        batch = Batch(
+            **tensors,
             num_decodes=num_decodes,
             max_context_len=max(context_lens),
             state_slots=self._state_slots([(index, bool(new[index].start)) for index in reading]),

@@ -10,12 +10,14 @@ from tkernels.config import Config
 from tkernels.contract import FLOATS, Axes, Case, ContractError, Value, unpack
 from tkernels.inputs import clone_inputs
 from tkernels.launch import Kernel
-from tkernels.measurement import prepare
+from tkernels.measurement import CPU_SIZE, cut_axes, prepare, prepare_supported
 from tkernels.tuning import NEAREST
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
 from tkernels.verification.calls import bits
 from tkernels.verification.check import check_case
 from tkernels.verification.draws import chooser, draw
+from tkernels.verification.sanitizers.base import sanitized
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 _NO_LIMIT = 2**31 - 1
 
@@ -79,6 +81,38 @@ def check(variant: Variant, signature: Signature, count: int, device: torch.devi
     judged = [result for result in results if result.status != "unsupported"]
     wrong = [str(result) for result in judged if result.status != "ok"]
     return Tried(len(judged), len(judged) - len(wrong), "\n".join(wrong[:3]))
+
+
+def vary_batches(variant: Variant, count: int, device: torch.device) -> Tried:
+    """Puts cases under the batch sanitizer; the problem is the first finding, with its replay.
+
+    In its own arithmetic a device shows what an interpreter cannot: that tiles and instructions of another class's
+    config add up a row's sums in the order that `sum_order` says.
+    """
+    findings = list(sanitized(SANITIZERS["batch"], variant, count, device=device))
+    found = [finding for finding in findings if finding is not None]
+    return Tried(len(findings), len(findings) - len(found), str(found[0]) if found else "")
+
+
+def verify(variant: Variant, case: Case, device: torch.device) -> Tried:
+    """One case, with its weight as the variant wants it; where float64 does not fit the device, a smaller batch of it.
+
+    Raises:
+        UnsupportedError: The variant does not take it.
+    """
+    contract = variant.contract
+    try:
+        ready = prepare_supported(variant, case)
+        result = check_case(ready.variant, ready.case)
+    except torch.OutOfMemoryError:
+        smaller = cut_axes(contract, case.axes, CPU_SIZE, only_batch=True)
+        if smaller is None or smaller == dict(case.axes):
+            raise
+        return verify(variant, contract.case(smaller, case.seed, device), device)
+    if result.status == "unsupported":
+        raise UnsupportedError(result.reason)
+    right = result.status == "ok"
+    return Tried(1, int(right), "" if right else str(result))
 
 
 def _results_of(kernel: Kernel, arguments: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -21,10 +21,9 @@ from tmodel import (
     preset_path,
 )
 from tmodel.random_weights import random_config
-from tsched.options import OPTIONS, EngineOptions
+from tsched.execution.placement import find_block_size
+from tsched.options import EngineOptions
 from tsched.resolved_options import ResolvedOptions
-
-_PAGE: int = OPTIONS["block_size"].default
 
 
 @dataclass(frozen=True)
@@ -57,28 +56,29 @@ def load_models(
     config = load_config(directory)
     longest, most = max(work.tokens for work in works), max(work.sequences for work in works)
     tokens = max(work.sequences * work.tokens for work in works)
-    options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest, block_size=_PAGE)
-    fitted = ResolvedOptions(options, longest, _PAGE, num_blocks=max(map(_blocks, works)))
+    options = EngineOptions(max_num_batched_tokens=tokens, max_num_seqs=most, max_model_len=longest)
+    page = find_block_size(None, device)
+    fitted = ResolvedOptions(options, longest, page, num_blocks=max(_blocks(work, page) for work in works))
     kernels = select({}, device=device, dtype=dtype, axes=fitted.kernel_axes(config), tuning=tuning, ops=ops)
     theirs = load_transformers(directory, "sdpa", device, dtype)
     return theirs, load_model(directory, config, kernels, device=device, dtype=dtype)
 
 
-def _blocks(work: Work) -> int:
-    return work.sequences * -(-work.tokens // _PAGE)
+def _blocks(work: Work, page: int) -> int:
+    return work.sequences * -(-work.tokens // page)
 
 
 def our_step(work: Work, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> tuple[Batch, KVCache]:
     """The packed batch of a work, over pages in a random order, in a cache of random contexts."""
-    generator = torch.Generator().manual_seed(0)
-    width = -(-work.tokens // _PAGE)
-    tables = torch.randperm(_blocks(work), generator=generator).view(work.sequences, width)  # [B, N]
+    generator, page = torch.Generator().manual_seed(0), find_block_size(None, device)
+    width = -(-work.tokens // page)
+    tables = torch.randperm(_blocks(work, page), generator=generator).view(work.sequences, width)  # [B, N]
     every = torch.arange(work.tokens)
-    slots = tables[:, every // _PAGE] * _PAGE + every % _PAGE  # [B, tokens]
+    slots = tables[:, every // page] * page + every % page  # [B, tokens]
     decoding = work.kind == "decode"
     count = 1 if decoding else work.tokens
     positions = every[-count:].repeat(work.sequences)
-    cache = allocate_kv_cache(config, _blocks(work), _PAGE, device=device, dtype=dtype)
+    cache = allocate_kv_cache(config, _blocks(work, page), page, device=device, dtype=dtype)
     for pair in cache:
         for tensor in pair:
             tensor.normal_()

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.console import Console
 
 from experiments.document import read_document
+from experiments.gpu_report.estimates import AGAIN_S
 from experiments.planning.plan import Sweep, make_sweep
 from experiments.runs.rows import Row, Stage
-from experiments.sweep.runner import run_experiment
-from experiments.sweep.tasks import Executor
-from tkernels import Tuning
 from tmodel import RANDOM_PRESETS, kv_bytes_per_block
 from tmodel.random_weights import random_config
 
@@ -23,10 +20,17 @@ FOLDER = Path(__file__).parent.parent / "engine_marks"
 
 @dataclass(frozen=True)
 class MarkRun:
-    """An experiment under engine_marks/ with overrides, and the seconds that it takes, by reasoning."""
+    """An experiment under engine_marks/ with overrides.
+
+    Attributes:
+        engine_s: What its longest task takes, by reasoning: loading the weights, recording CUDA graphs, and one round
+            for the answers, one that is not counted and the timed ones; or the same of a peer.
+        engines: How many such tasks there are.
+    """
 
     file: str
-    seconds: float
+    engine_s: float
+    engines: int = 1
     overrides: tuple[str, ...] = ()
 
     @property
@@ -37,6 +41,16 @@ class MarkRun:
     def command(self) -> str:
         options = "".join(f" --set {override}" for override in self.overrides)
         return f"tk run experiments/engine_marks/{self.file}{options}"
+
+    @property
+    def seconds(self) -> float:
+        """Of what a mark reads of it: servers that start, the checks, and the engines."""
+        return AGAIN_S + CHECKS_S + self.engines * self.engine_s
+
+    @property
+    def least(self) -> float:
+        """Of a server's start and the longest task: with less, going on with it does not pay."""
+        return AGAIN_S + self.engine_s
 
 
 @dataclass(frozen=True)
@@ -125,17 +139,20 @@ def _of_stage(rows: Sequence[Row], stage: Stage) -> list[Row]:
     return [row for row in rows if row.stage == stage]
 
 
-_TRANSFORMERS = MarkRun("transformers.yaml", 540.0)
+CHECKS_S = 25.0
+"""The checks of a run: each of some 12 ops in a process of its own, 4 side by side: 8 s with what it compiles."""
+
+_TRANSFORMERS = MarkRun("transformers.yaml", 160.0, 3)
 _OVERLAP = "overlap_and_graphs.yaml"
 ENGINE_MARKS: tuple[EngineMark, ...] = (
-    EngineMark("Qwen3-4B, batch 1, of the weight-read floor", ">= 80%", MarkRun("batch_1.yaml", 190.0), _of_floor),
-    EngineMark("nano-vllm's benchmark, Qwen3-0.6B", ">= 25,000 tokens/s", MarkRun("nano_vllm.yaml", 220.0), _rate),
+    EngineMark("Qwen3-4B, batch 1, of the weight-read floor", ">= 80%", MarkRun("batch_1.yaml", 20.0), _of_floor),
+    EngineMark("nano-vllm's benchmark, Qwen3-0.6B", ">= 25,000 tokens/s", MarkRun("nano_vllm.yaml", 55.0), _rate),
     EngineMark("the same tokens with CUDA graphs and overlap on and off, Qwen3-0.6B", "all requests",
-               MarkRun(_OVERLAP, 130.0), _same_tokens),
+               MarkRun(_OVERLAP, 25.0, 4), _same_tokens),
     EngineMark("the same tokens with CUDA graphs and overlap on and off, Qwen3-4B", "all requests",
-               MarkRun(_OVERLAP, 190.0, ("model.preset=Qwen3-4B",)), _same_tokens),
+               MarkRun(_OVERLAP, 40.0, 4, ("model.preset=Qwen3-4B",)), _same_tokens),
     EngineMark("tokens/s lost by a prefix cache at 0% hits, Qwen3-0.6B", "< 1%",
-               MarkRun("prefix_cache.yaml", 280.0), _loss),
+               MarkRun("prefix_cache.yaml", 17.0, 15), _loss),
     EngineMark("over transformers' generate, one padded batch, Qwen3-0.6B", ">= 24x", _TRANSFORMERS,
                _over("transformers_batched")),
     EngineMark("over transformers' generate, one at a time, Qwen3-0.6B", ">= 24x", _TRANSFORMERS,
@@ -170,12 +187,7 @@ def sweep_of(run: MarkRun, device: str, folder: Path = FOLDER) -> Sweep:
     return make_sweep(read_document(folder / run.file, [f"device={device}", *run.overrides]))
 
 
-def measure(run: MarkRun, sweep: Sweep, out: Path, tuning: Tuning, executor: Executor | None = None) -> list[Row]:
-    """Runs it into the new folder `out`, with the configs of `tuning`, on `executor`.
-
-    Returns:
-        The rows that a mark or a reader of the report needs, whose workload is the run's name: a run has but one.
-    """
-    rows = run_experiment(sweep, out, run.overrides, Console(quiet=True), tuning, executor=executor).rows
-    kept = [row for row in rows if row.stage in ("engine", "parity", "peers", "speedup")]
-    return [row.model_copy(update={"workload": run.name}) for row in kept]
+def models_of(runs: Sequence[str]) -> list[str]:
+    """The presets that these runs serve, by the runs' names."""
+    documents = (read_document(FOLDER / RUNS[name].file, RUNS[name].overrides) for name in runs)
+    return list(dict.fromkeys(document.data["model"]["preset"] for document in documents))

@@ -9,6 +9,9 @@ from experiments.gpu_report.marks import FAR_UNDER, MARKS, PUBLISHED, Mark, Publ
 from experiments.peers import KERNELS
 from experiments.runs.rows import Row
 
+CASES = ("drawn cases", "marked shape")
+"""The tests on a device that compare with the definition: what fails one has no time."""
+
 Verdict = Literal["met", "missed", "void", "not measured"]
 
 
@@ -54,7 +57,7 @@ def mark_rows(rows: Sequence[Row], marks: Sequence[Mark] = MARKS) -> list[MarkRo
 def _find(mark: Mark, rows: Sequence[Row]) -> _Found:
     """From the rows of its op, and those of none."""
     here = [row for row in rows if row.point == mark.point and row.stage in ("check", "kernels")]
-    wrong = [str(row.variant) for row in rows if (row.test, row.status) == ("drawn cases", "wrong")]
+    wrong = [str(row.variant) for row in rows if row.status == "wrong" and row.test in CASES]
     return _Found(
         here=here,
         timed={str(row.variant): row for row in here if row.median_us is not None},

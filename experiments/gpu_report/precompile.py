@@ -1,91 +1,152 @@
-"""Fills Triton's cache from several processes at once, so that the steps after it find everything compiled."""
+"""Makes the pieces that steps need, from many processes at once: kernels compiled into Triton's cache.
+
+What was made is noted in Triton's cache itself. So a machine that is not the one of the command before, or has lost its
+cache, knows nothing and has all made again, side by side, and not one after the other in the middle of the steps.
+"""
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import islice
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import triton
 
 from experiments.gpu_report.correctness import cases, signatures
-from experiments.gpu_report.marks import MARKS
-from experiments.gpu_report.steps import SIGNATURES, report_points, triton_variants
+from experiments.gpu_report.pieces import Piece
 from tkernels.config import Config
 from tkernels.device import device_facts
 from tkernels.inputs import map_tensors
-from tkernels.isolation import Prepare, Server, ServerError, Tell, Work
-from tkernels.launch import Kernel
-from tkernels.measurement import cut_axes, prepare
-from tkernels.registry import Registry, builtin_ops
-from tkernels.tuning import NEAREST, candidates
+from tkernels.launch import Kernel, launch_options
+from tkernels.measurement import cut_axes, prepare, prepare_supported, timed_call
+from tkernels.registry import Registry
+from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.verification.check import check_case
 
 MOST_PROCESSES = 16
 
+STRAGGLER_S = 60.0
+"""How long the last pieces may take after the others are made. What is not made by then its step makes, or hangs at."""
+
 # Sizes of the batch at which candidates are compiled: a multiple of every alignment that Triton specializes on.
 _BATCH = 64
+
+_POLL_S = 0.05
 
 
 def processes() -> int:
     return max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) - 1))
 
 
-def in_parallel(device: torch.device, seconds: float) -> list[str]:
-    """Compiles one share of the work in each process, and returns why some did not come to their end: that loses
-    nothing but time.
+def notes() -> Path:
+    """The folder, in Triton's cache, of a file for each piece that was made, empty or with what went wrong."""
+    return Path(triton.knobs.cache.dir) / "gpu-report"
+
+
+def made() -> set[str]:
+    """The keys of the pieces that this machine has, or has failed to make."""
+    return {file.name for file in notes().iterdir()} if notes().is_dir() else set()
+
+
+def fault_of(pieces: Sequence[Piece]) -> str | None:
+    """Why one of the pieces could not be made here; None where nothing is known against them."""
+    for piece in pieces:
+        with suppress(FileNotFoundError):
+            if reason := (notes() / piece.key).read_text(encoding="utf-8"):
+                return f"{piece.title}: {reason}"
+    return None
+
+
+def make_all(pieces: Sequence[Piece], make: Callable[[Piece], None], count: int, straggler_s: float) -> None:
+    """Makes the pieces in `count` forks of this process, the longest first, and notes how each ended.
+
+    This process must not have used CUDA. A piece that ends its process costs one of them; one that hangs is given up.
+
+    Args:
+        make: Makes one; what it raises is noted and printed, for the step that needs the piece to report.
+        straggler_s: How long to wait for the last ones.
     """
-    count = processes()
-    with ThreadPoolExecutor(count) as threads:
-        found = threads.map(lambda index: _compile_elsewhere(device, index, count, max(seconds, 1.0)), range(count))
-        return [problem for problem in found if problem is not None]
+    notes().mkdir(parents=True, exist_ok=True)
+    ordered = sorted(pieces, key=lambda piece: -piece.seconds)
+    with TemporaryDirectory() as claims:
+        running = {_fork(ordered, make, Path(claims)) for _ in range(min(count, len(ordered)))}
+        last_claim = time.monotonic()
+        while running:
+            for pid in [pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]]:
+                running.remove(pid)
+            if len(os.listdir(claims)) < len(ordered):
+                last_claim = time.monotonic()
+            elif time.monotonic() - last_claim > straggler_s:
+                break
+            time.sleep(_POLL_S)
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for number, piece in enumerate(ordered):
+            if (Path(claims) / str(number)).exists() and not (notes() / piece.key).exists():
+                _note(piece, "making it did not come to an end: its process hung or died")
 
 
-def _compile_elsewhere(device: torch.device, index: int, count: int, seconds: float) -> str | None:
-    """Compiles a share in a process of its own; says why where that did not come to its end."""
+def _fork(pieces: Sequence[Piece], make: Callable[[Piece], None], claims: Path) -> int:
+    """A process that makes whatever piece no other has claimed, until there is none."""
+    if pid := os.fork():
+        return pid
+    status = 1
     try:
-        with Server({"TRITON_INTERPRET": "0"}) as server:
-            server.load("experiments.gpu_report.precompile:prepare_shares", str(device))
-            return server.run([index, count], lambda message: None, seconds).death
-    except ServerError as error:
-        return f"its server {error}"
-
-
-def prepare_shares(name: str) -> Prepare:
-    """In a server that compiles: a task is the number of a share, and how many there are: every such piece of the work.
-    What does not compile is for its own step to report.
-    """
-
-    def prepare(share: Sequence[int]) -> Work:
-        index, count = share
-
-        def work(tell: Tell) -> None:
-            device = torch.device(name)
-            torch.cuda.set_device(device)
-            for variant, compile_piece in islice(_pieces(builtin_ops(), device), index, None, count):
+        for number, piece in enumerate(pieces):
+            if _claim(claims / str(number)):
+                reason = ""
                 try:
-                    compile_piece()
+                    make(piece)
                 except Exception as error:
-                    print(f"{variant.contract.name}.{variant.name}: {error}", file=sys.stderr)
+                    reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                    print(f"{piece.title}: {reason}", file=sys.stderr, flush=True)
+                _note(piece, reason)
+        status = 0
+    finally:
+        os._exit(status)  # what runs at exit is the starter's
 
-        return work
 
-    return prepare
+def _claim(file: Path) -> bool:
+    """Whether nobody had it before."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
 
 
-def _pieces(ops: Registry, device: torch.device) -> Iterator[tuple[Variant, Callable[[], None]]]:
-    """Every variant at its signatures, and with its candidate configs at the marks' points."""
-    for variant in triton_variants(ops):
-        for place in range(SIGNATURES):
-            yield variant, partial(_compile_signature, variant, place, device)
-    for variant in triton_variants(ops):
-        points = report_points(variant.contract)
-        for name in dict.fromkeys(mark.point for mark in MARKS if mark.op == variant.contract.name):
-            for config in candidates(variant, device_facts(device).arch):
-                yield variant, partial(_compile_config, variant, points[name], config, device)
+def _note(piece: Piece, reason: str) -> None:
+    (notes() / piece.key).write_text(reason, encoding="utf-8")
+
+
+def maker(ops: Registry, device: torch.device) -> Callable[[Piece], None]:
+    """What makes a piece, in a fork that has not used the device yet."""
+
+    def make(piece: Piece) -> None:
+        torch.cuda.set_device(device)
+        variant = ops[piece.op].variants[piece.variant]
+        if piece.what == "config":
+            _compile_config(variant, piece.axes, Config.of(piece.config), device)
+        elif piece.what == "signature":
+            _compile_signature(variant, piece.number, device)
+        else:
+            _call_once(variant, piece.axes, device)
+
+    return make
+
+
+def _call_once(variant: Variant, axes: Mapping[str, Any], device: torch.device) -> None:
+    """A peer's first call at a point, which builds what it runs there."""
+    ready = prepare_supported(variant, variant.contract.case(axes, 0, device))
+    timed_call(Kernel(ready.variant, NEAREST, {}), ready.arguments)()
+    torch.cuda.synchronize(device)
 
 
 def _compile_signature(variant: Variant, place: int, device: torch.device) -> None:
@@ -108,7 +169,7 @@ def _compile_config(variant: Variant, axes: Mapping[str, Any], config: Config, d
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta)
 
     def compiling(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        kernel.warmup(grid=grid, **arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+        kernel.warmup(grid=grid, **arguments, **launch_options(config))
 
     shapes = map_tensors(arguments, to_meta)
     outputs = contract.allocate_outputs(bound, shapes, meta)

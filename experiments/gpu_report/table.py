@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.gpu_report.engine_marks import EngineMark, Figure, engine_figures
-from experiments.gpu_report.figures import MarkRow, mark_rows
+from experiments.gpu_report.figures import CASES, MarkRow, mark_rows
 from experiments.runs.rows import Row
 
 NOT_MEASURED = "not measured"
@@ -130,7 +130,7 @@ def _hardware_table(rows: Sequence[Row]) -> str:
         verdict = (row.reason or "ok").splitlines()[0]
         if row.status == "unsupported":
             verdict = f"not run: {verdict}"
-        test = f"{row.test}, {row.point}" if row.test == "drawn cases" else str(row.test)
+        test = f"{row.test}, {row.point}" if row.test in CASES else str(row.test)
         runs = f"{row.runs_right} of {row.runs}" if row.runs_right is not None else str(row.runs or 0)
         cells.append([f"{row.op}.{row.variant}", test, runs, verdict])
     return _table(("variant", "check", "runs", "verdict"), cells) if cells else f"{NOT_MEASURED}."

@@ -1,40 +1,52 @@
-"""A step's process: does the one thing that the step is, and sends each row as it is known."""
+"""A process of steps: does one after the other, and sends each row as it is known."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.gpu_report import engine, engine_marks, hardware, precompile
-from experiments.gpu_report.correctness import Tried, check, rerun, signatures
-from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step, report_points, tuning_point
+from experiments.gpu_report import engine, engine_marks, hardware, mark_runs, precompile
+from experiments.gpu_report.correctness import Tried, check, rerun, signatures, vary_batches, verify
+from experiments.gpu_report.folder import run_name
+from experiments.gpu_report.home import RUNS
+from experiments.gpu_report.journal import OUT_OF_TIME
+from experiments.gpu_report.pieces import Piece, peer_pieces
+from experiments.gpu_report.steps import CASES, RERUNS, SIGNATURES, Kind, Step
 from experiments.gpu_report.supervisor import GRACE_S
+from experiments.gpu_report.worth import REPEATED_POINTS, report_points, tuning_points
 from experiments.peers import is_peer, slack_of, with_peers
+from experiments.peers.variants import forget_made
 from experiments.runs.rows import COLUMNS, Row, Stage, Status
 from experiments.stages.context import Send, describe_error, measure_load, measure_process
 from tkernels import OPS, Registry, Tuning
+from tkernels.contract import Axes, Case
 from tkernels.device import device_facts
 from tkernels.isolation import Prepare, Tell, Work
 from tkernels.measurement import Measurement, Method, measure
 from tkernels.tuning_session import tune
-from tkernels.variant import Variant
+from tkernels.variant import UnsupportedError, Variant
 
 METHOD = Method("graph", "cold", 30)
 
 SANITIZED_CASES = 4
+BATCHED_CASES = 4
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a step is done with. tuning: of the report's own lockfile. load: of the machine, when it began."""
+    """What a step is done with. tuning: of the report's own lockfile. load: of the machine, when it began. cases: the
+    last that was drawn in this process, for the next step of the same op and point.
+    """
 
     step: Step
     run_id: str
@@ -43,6 +55,7 @@ class Job:
     tuning: Tuning
     send: Send
     load: float = field(default_factory=measure_load)
+    cases: dict[tuple[str, str], Case] = field(default_factory=dict)
 
     @property
     def variant(self) -> Variant:
@@ -60,7 +73,7 @@ class Job:
 
     def require_device(self) -> None:
         """Raises where a kernel broke this process's connection to its device: what follows would fail for it."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self.step.kind != "precompile":
             try:
                 torch.cuda.synchronize(self.device)
             except RuntimeError as error:
@@ -89,10 +102,23 @@ def _rates(job: Job) -> Iterator[Row]:
 
 
 def _precompile(job: Job) -> Iterator[Row]:
-    assert job.step.timeout is not None
-    for problem in precompile.in_parallel(job.device, job.step.timeout - GRACE_S):
-        print(problem)  # what did not compile is for its own step to report
+    make = precompile.maker(job.ops, job.device)
+    precompile.make_all(job.step.pieces, make, precompile.processes(), precompile.STRAGGLER_S)
     yield job.row("report")
+
+
+def _verify(job: Job) -> Iterator[Row]:
+    contract, point = job.variant.contract, job.step.point
+    if (contract.name, point) not in job.cases:
+        job.cases.clear()
+        job.cases[contract.name, point] = contract.case(report_points(contract)[point], 0, job.device)
+    case = job.cases[contract.name, point]
+    try:
+        tried = verify(job.variant, case, job.device)
+    except UnsupportedError as error:
+        yield job.row("hardware", "unsupported", str(error), test="marked shape", point=point)
+    else:
+        yield job.tried("marked shape", point, tried, axes=dict(case.axes))
 
 
 def _check(job: Job) -> Iterator[Row]:
@@ -103,7 +129,7 @@ def _check(job: Job) -> Iterator[Row]:
 
 
 def _tune(job: Job) -> Iterator[Row]:
-    point = tuning_point(job.variant, job.step.point)
+    point = tuning_points(job.variant, device_facts(job.device))[job.step.point]
     with torch.cuda.device(job.device):
         (result,) = tune([point], job.device, folder=job.tuning.folder)
     about = {"point": job.step.point, "axes": dict(point.axes)}
@@ -117,6 +143,8 @@ def _tune(job: Job) -> Iterator[Row]:
 def _time(job: Job) -> Iterator[Row]:
     variant, point = job.variant, job.step.point
     axes = report_points(variant.contract)[point]
+    if fault := precompile.fault_of(peer_pieces(variant, axes)):
+        raise RuntimeError(fault)
     if is_peer(variant) and (reason := variant.refusal(axes, device_facts(job.device))):
         yield job.row("check", "unsupported", reason, point=point, axes=dict(axes))
         return
@@ -147,10 +175,16 @@ def timing_rows(job: Job, found: Measurement) -> Iterator[Row]:
 
 def _mark(job: Job) -> Iterator[Row]:
     """With the configs that this report tuned, which are in its own folder."""
-    run = engine_marks.RUNS[job.step.point]
+    name = job.step.point
+    run, out = engine_marks.RUNS[name], job.tuning.folder / RUNS / run_name(name)
     sweep = engine_marks.sweep_of(run, str(job.device))
-    out = job.tuning.folder / "runs" / f"{job.step.point.replace(' ', '-').replace('=', '-')}-{time.time_ns()}"
-    for row in engine_marks.measure(run, sweep, out, job.tuning):
+    assert job.step.deadline is not None
+    try:
+        rows = mark_runs.measure(run, sweep, out, job.tuning, mark_runs.within(run, job.step.deadline))
+    except mark_runs.CutOff:
+        job.send({"death": f"{OUT_OF_TIME}it goes on where it is, {out.name}"})
+        return
+    for row in rows:
         yield row.model_copy(update={"run_id": job.run_id, "task": job.step.key})
 
 
@@ -168,13 +202,21 @@ def _engine(job: Job) -> Iterator[Row]:
 
 
 def _rerun(job: Job) -> Iterator[Row]:
-    point, axes = next(iter(report_points(job.variant.contract).items()))
-    yield job.tried("rerun", point, rerun(job.variant, axes, job.device, RERUNS), axes=dict(axes))
+    for point, axes in _repeated_points(job):
+        yield job.tried("rerun", point, rerun(job.variant, axes, job.device, RERUNS), axes=dict(axes))
 
 
 def _stress(job: Job) -> Iterator[Row]:
-    for point, axes in list(report_points(job.variant.contract).items())[:2]:
+    for point, axes in _repeated_points(job):
         yield job.tried("stress", point, rerun(job.variant, axes, job.device, RERUNS, busy=True), axes=dict(axes))
+
+
+def _repeated_points(job: Job) -> Iterator[tuple[str, Axes]]:
+    return islice(report_points(job.variant.contract).items(), REPEATED_POINTS[job.step.kind])
+
+
+def _batch(job: Job) -> Iterator[Row]:
+    yield job.tried("batch", f"{BATCHED_CASES} drawn cases", vary_batches(job.variant, BATCHED_CASES, job.device))
 
 
 def _sanitizer(job: Job) -> Iterator[Row]:
@@ -193,6 +235,7 @@ def _sanitizer(job: Job) -> Iterator[Row]:
 ACTIONS: Mapping[Kind, Action] = {
     "device": _rates,
     "precompile": _precompile,
+    "verify": _verify,
     "check": _check,
     "tune": _tune,
     "time": _time,
@@ -200,23 +243,56 @@ ACTIONS: Mapping[Kind, Action] = {
     "engine": _engine,
     "rerun": _rerun,
     "stress": _stress,
+    "batch": _batch,
     "sanitizer": _sanitizer,
 }
 
 
-def prepare_steps(about: Mapping[str, Any]) -> Prepare:
-    """In a server that compiles. Each step's process asks for the device itself."""
+def carry_out_all(steps: Sequence[Step], job_of: Callable[[Step], Job], tell: Tell) -> None:
+    """Does steps one after the other, each within its time; one after the first begins only where it ends before the
+    deadline, by its estimate: the rest is for another process.
+    """
+    for step in steps:
+        assert step.timeout is not None
+        assert step.deadline is not None
+        left = step.deadline - time.time()
+        if step is not steps[0] and step.seconds > left:
+            return
+        tell({"step": step.key})
+        tell.within(min(step.timeout, left + GRACE_S))
+        if torch.cuda.is_initialized():  # what a step before left on the device, or had at most, is not this one's
+            forget_made()
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        carry_out(job_of(step))
 
-    def prepare(task: Mapping[str, Any]) -> Work:
-        step = Step(**task)
+
+def prepare_steps(about: Mapping[str, Any]) -> Prepare:
+    """In a server that compiles. Each process of steps asks for the device itself."""
+    warnings.filterwarnings("ignore", message=".*config tuned with.*")
+    ops, device = with_peers(OPS), torch.device(about["device"])
+
+    def prepare(given: Sequence[Mapping[str, Any]]) -> Work:
+        steps = [step_of(one) for one in given]
 
         def work(tell: Tell) -> None:
-            warnings.filterwarnings("ignore", message=".*config tuned with.*")
-            device = torch.device(about["device"])
-            torch.cuda.set_device(device)
-            tuning = Tuning("nearest", Path(about["out"]))
-            carry_out(Job(step, about["run_id"], with_peers(OPS), device, tuning, tell))
+            if steps[0].kind != "precompile":  # that forks, and a process that uses CUDA must not
+                torch.cuda.set_device(device)
+            cases: dict[tuple[str, str], Case] = {}
+
+            def job_of(step: Step) -> Job:
+                # Each with a tuning of its own, which reads what the step before has tuned.
+                tuning = Tuning("nearest", Path(about["out"]))
+                return Job(step, about["run_id"], ops, device, tuning, tell, cases=cases)
+
+            carry_out_all(steps, job_of, tell)
 
         return work
 
     return prepare
+
+
+def step_of(given: Mapping[str, Any]) -> Step:
+    """A step from JSON."""
+    return Step(**{**given, "pieces": [Piece(**one) for one in given["pieces"]]})

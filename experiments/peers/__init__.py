@@ -20,6 +20,11 @@ PEERS: Mapping[str, str] = {
 KERNELS = Path(__file__).resolve().parent / "kernels"
 """A folder of other projects' variants, <op>/<variant>.py."""
 
+BUILDS: Mapping[str, float] = {"flashinfer": 60.0, "torch_compile": 15.0}
+"""Of those variants, the ones whose kernels a compiler builds when they are called first, and the seconds that it takes
+by reasoning: what builds them before they are timed has them built.
+"""
+
 
 def with_peers(ops: Registry) -> Registry:
     """The registry and other projects' kernels, as variants: unavailable, with the reason, where one is not

@@ -51,6 +51,15 @@ def refuse_other_codes(axes: Axes, device: DeviceFacts) -> str | None:
     return None
 
 
+def forget_made() -> None:
+    """Frees what peers keep of the calls that were: gigabytes, on a device that something else is measured on next."""
+    for keeper in _keepers:
+        keeper.forget()
+
+
+_keepers: list["MadeOnce[Any]"] = []
+
+
 @dataclass
 class MadeOnce(Generic[Made]):
     """Keeps what a peer makes of a call's arguments before its kernel can run, for the calls that were seen last.
@@ -60,6 +69,9 @@ class MadeOnce(Generic[Made]):
 
     most: int = 64
     _kept: OrderedDict[Any, tuple[Made, Any]] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        _keepers.append(self)
 
     def get(self, arguments: Mapping[str, Any], make: Callable[[], Made]) -> Made:
         """What `make` returned for these very tensors, unless one was written since."""
@@ -71,3 +83,7 @@ class MadeOnce(Generic[Made]):
             if len(self._kept) > self.most:
                 self._kept.popitem(last=False)
         return self._kept[key][0]
+
+    def forget(self) -> None:
+        """Keeps nothing any longer."""
+        self._kept.clear()

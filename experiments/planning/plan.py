@@ -70,7 +70,7 @@ class Plan:
             return found
         for index, arm in enumerate(self.arms):
             try:
-                axes = kernel_ranges(self.model, arm.scheduler, self.dtype)
+                axes = kernel_ranges(self.model, arm.scheduler, self.device, self.dtype)
                 tkernels.select(arm.choices, device=self.device, dtype=self.dtype, axes=axes, ops=self.ops)
             except SelectionError as error:
                 found[index] = str(error)
@@ -87,7 +87,7 @@ class Plan:
     def _ranges_of(self, arm: Arm) -> OpAxes:
         if self.model is None:
             return {op: {} for op in self.experiment.kernels}
-        axes = kernel_ranges(self.model, self.arms[0].scheduler, self.dtype)
+        axes = kernel_ranges(self.model, self.arms[0].scheduler, self.device, self.dtype)
         return with_parts(axes, arm.choices, self.ops, self.device)
 
     @cached_property
@@ -109,7 +109,7 @@ class Plan:
         """op -> the variant that an arm calls, the default where none was named. The parts of a fusion are among them
         where the arm composes it, and only there.
         """
-        default = {op: Pick(self.ops[op].default_on(self.device)) for op in self.ranges}
+        default = {op: Pick(self.ops[op].default_on(self.device, arm.choices)) for op in self.ranges}
         return {op: arm.picks.get(op, default[op]) for op in self._ranges_of(arm)}
 
     @cached_property

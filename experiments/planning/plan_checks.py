@@ -13,27 +13,30 @@ from experiments.planning.shape_points import asked_point
 from experiments.quantization.models import find_quantization_faults
 from experiments.schema import AnyWorkload, SyntheticWorkload, TraceWorkload, VariantChoice
 from tkernels import ContractError, Registry
+from tkernels.config import OPTIONS
 from tkernels.contract import Contract, Int
 from tkernels.selection import OpAxes, with_parts
 from tkernels.variant import Op
-from tsched.execution.placement import check_random_weights, fit_options, unit_sizes
+from tsched.execution.placement import check_random_weights, find_block_size, fit_options, unit_sizes
 from tsched.options import BYTES_END, OptionError, read_options
 from tsched.resolved_options import ResolvedOptions, resolve_options
 from tsched.scheduling.scheduler import Scheduler
 from tsched.torch_free import suggest_name
 
 
-def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], dtype: torch.dtype) -> OpAxes:
+def kernel_ranges(model: ModelPlan, options: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> OpAxes:
     """The axes that LLM will select kernels for under these scheduler options, before the weights are there.
 
     Without kv_cache_bytes the number of blocks follows from the memory that is free after loading: it is taken at what
     all sequences could fill, its upper bound.
     """
     given = read_options(options)
+    block_size = find_block_size(given.block_size, device)
     resolved = resolve_options(
         given,
         max_position_embeddings=model.config.max_position_embeddings,
-        sizes=unit_sizes(model.config, given.block_size, dtype),
+        block_size=block_size,
+        sizes=unit_sizes(model.config, block_size, dtype),
         cache_bytes=given.kv_cache_bytes or BYTES_END,
     )
     return resolved.kernel_axes(model.config)
@@ -76,7 +79,7 @@ def _choice_faults(op: Op, choice: VariantChoice) -> Iterator[tuple[PathParts, s
     if op.variants[name].launch is None:
         yield (), f"variant {name!r} has no config to pin"
         return
-    known = op.variants[name].default_config("").as_dict()
+    known = [*op.variants[name].default_config(""), *OPTIONS]
     for pin in (one for one in choice.pins if one not in known):
         yield (name, pin), f"unknown config value {pin!r}: there is {', '.join(known)}{suggest_name(pin, known)}"
 
@@ -120,7 +123,7 @@ def part_problems(
 
 def _unused_ops(layout: Layout, part: Part, model: ModelPlan, ops: Registry, device: torch.device) -> Iterator[str]:
     """Ops that the model does not use, and parts of fusions that no arm composes."""
-    axes = kernel_ranges(model, {}, model.config.dtype)
+    axes = kernel_ranges(model, {}, device, model.config.dtype)
     used = with_parts(axes, {}, ops, device)
     choices = {repr(arm.choices): arm.choices for arm in part.arms}
     called = {op for some in choices.values() for op in with_parts(axes, some, ops, device)}
@@ -181,7 +184,7 @@ def _engine_problems(
     """What an engine says against an arm's scheduler options before it has a model: pages that no op takes, and options
     that do not go together, or with the model, or with this machine.
     """
-    problems = list(_page_problems(document, model, options, ops))
+    problems = list(_page_problems(document, model, options, ops, device))
     given = dict(options)
     while True:
         try:
@@ -194,10 +197,12 @@ def _engine_problems(
                 return problems
 
 
-def _page_problems(document: Document, model: ModelPlan, options: Mapping[str, Any], ops: Registry) -> Iterator[str]:
+def _page_problems(
+    document: Document, model: ModelPlan, options: Mapping[str, Any], ops: Registry, device: torch.device
+) -> Iterator[str]:
     """The first op of the model that takes no pages of this size."""
-    size = options.get("block_size") or read_options({}).block_size
-    paged = [op for op, ranges in kernel_ranges(model, {}, model.config.dtype).items() if "S" in ranges]
+    size = find_block_size(options.get("block_size"), device)
+    paged = [op for op, ranges in kernel_ranges(model, {}, device, model.config.dtype).items() if "S" in ranges]
     for op in paged:
         axis = ops[op].contract.axis_by_name["S"]
         if isinstance(axis, Int) and not axis.allows(size):

@@ -24,6 +24,7 @@ from tmodel import (
     load_config,
     load_model,
 )
+from tsched.execution.placement import find_block_size
 from tsched.options import EngineOptions
 from tsched.resolved_options import ResolvedOptions
 
@@ -69,7 +70,7 @@ class WindowReader:
         options = EngineOptions(
             max_num_seqs=self.at_once, max_num_batched_tokens=self.at_once * window, max_model_len=window
         )
-        size = self._block_size = options.block_size
+        size = self._block_size = find_block_size(None, device)
         self._pages = -(-window // size)
         fitted = ResolvedOptions(options, window, size, num_blocks=self.at_once * self._pages)
         axes = fitted.kernel_axes(self.config)

@@ -77,6 +77,7 @@ class _Findings:
         self.tables = tables_of(run.rows)
         device, host = run.environment.get("device", {}), run.environment.get("host", {})
         threads = host.get("torch_threads") if device.get("type") == "cpu" else None
+        self.rates: Mapping[str, float] | None = run.environment.get("rates")
         self.device_name = str(device.get("name") or "an unknown device")
         self.device = self.device_name + (f", {threads} thread{'s' if threads != 1 else ''}" if threads else "")
 
@@ -145,7 +146,7 @@ def _end_to_end(found: _Findings) -> Section | None:
     if engines and not any(row.tokens_per_s for row in engines):
         notes.append(f"No arm's speed was measured: {_why_untimed(engines)}.")
     pictures = pictures_of(engine_plots([*engines, *others], about, waits))
-    tables = found.named("engine", "http", "waiting", "memory", "peers", "effects")
+    tables = found.named("engine", "modelled arms", "http", "waiting", "memory", "peers", "effects")
     return Section("end-to-end", "End to end", notes, pictures, tables)
 
 
@@ -165,7 +166,7 @@ def _differences(judged: Comparison | None) -> Section | None:
 
 
 def _kernels(found: _Findings) -> Section | None:
-    kernels, tables = found.of("kernels"), found.named("kernels")
+    kernels, tables = found.of("kernels"), found.named("kernels", "modelled kernels")
     if not tables and not kernels:
         return None
     timers = list(dict.fromkeys(row.timer for row in kernels if row.timer))
@@ -174,7 +175,7 @@ def _kernels(found: _Findings) -> Section | None:
     notes = []
     if not timers:
         notes.append(f"No kernel's time was measured: {_why_untimed(kernels, 'no variant passed its check')}.")
-    pictures = [*roofline_pictures(kernels, found.device_name, about), *pictures_of(plots)]
+    pictures = [*roofline_pictures(kernels, found.device_name, about, found.rates), *pictures_of(plots)]
     return Section("kernels", "Kernels alone", notes, pictures, tables)
 
 

@@ -33,7 +33,9 @@ class _Rates(NamedTuple):
     bound: str | None
 
 
-def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Picture]:
+def roofline_pictures(
+    rows: Sequence[Row], device: str, about: str, rates: Mapping[str, float] | None = None
+) -> list[Picture]:
     """All timed rows over their arithmetic intensity: the FLOPs that they reach, and the bytes; none where nothing was
     timed.
 
@@ -41,12 +43,13 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
         rows: Of the kernels stage, merged.
         device: Its name as the driver gives it, by which its peaks are known.
         about: Device, timer and spread, for the caption.
+        rates: What a CPU was measured at (`experiments.runs.cpu_rates`): its limits, for no data sheet has them.
     """
     from tkernels.roofline import PEAKS
 
     records = [_rates_of(row, row.median_us or 0.0) for row in select_timed(rows)]
     computing = [record for record in records if record.gflop_per_s]
-    peaks, figures = PEAKS.get(device), [record._asdict() for record in records]
+    peaks, figures = PEAKS.get(device) or _measured_peaks(rates), [record._asdict() for record in records]
     ending = f" {about}{_explain_limits(rows, peaks)}"
     pictures = []
     if computing:
@@ -59,6 +62,15 @@ def roofline_pictures(rows: Sequence[Row], device: str, about: str) -> list[Pict
         title = "Bandwidth achieved"
         pictures.append(Picture("bandwidth", title, caption, figures, lambda one: _draw_bytes(one, records, peaks)))
     return pictures
+
+
+def _measured_peaks(rates: Mapping[str, float] | None) -> "Peaks | None":
+    from tkernels.roofline import Peaks
+
+    if not rates:
+        return None
+    source = "a large copy and a large float32 product, measured on this machine; what its caches hold may be above"
+    return Peaks(rates["copy_bytes_per_s"], {"float32": rates["matmul_flops_per_s"]}, source)
 
 
 def _explain_limits(rows: Sequence[Row], peaks: "Peaks | None") -> str:

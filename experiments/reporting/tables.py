@@ -20,6 +20,7 @@ from experiments.reporting.arms import (
     title_of,
 )
 from experiments.reporting.effects import effects_table
+from experiments.reporting.modelled import modelled_arms_table, modelled_kernels_table
 from experiments.reporting.quantization import quantization_table
 from experiments.reporting.steps import steps_of, whole_steps_table
 from experiments.reporting.table_style import (
@@ -71,14 +72,16 @@ def tables_of(rows: Sequence[Row]) -> dict[str, PlainTable]:
     every, rows = rows, merge_processes(rows)
     stages: dict[str, list[Row]] = group_by(rows, lambda row: str(row.stage))
     checks, engines, peers, servers = (stages.get(stage, []) for stage in ("check", "engine", "peers", "http"))
-    quantized = stages.get("quantization", [])
+    quantized, foretold = stages.get("quantization", []), stages.get("foretold", [])
     names = swept_names(engines)
     waited = [row for row in (*engines, *peers, *servers) if row.ttft_s is not None]
     scheduled = [row for row in engines if row.status == "ok" and row.settings]
     steps = steps_of(rows, engines)
     makers: dict[str, tuple[Sequence[Any], Callable[[], PlainTable | None]]] = {
         "kernels": (checks, lambda: _kernel_table(checks, stages.get("kernels", []), count)),
+        "modelled kernels": (foretold, lambda: modelled_kernels_table(foretold)),
         "engine": (engines, lambda: _engine_table(engines, stages.get("parity", []), count)),
+        "modelled arms": (foretold, lambda: modelled_arms_table(foretold, engines, names)),
         "http": (servers, lambda: _server_table(servers, count)),
         "waiting": (waited, lambda: _waiting_table(waited, names)),
         "memory": (scheduled, lambda: _memory_table(scheduled, names)),

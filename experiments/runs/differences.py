@@ -15,7 +15,7 @@ _SEVERAL = ("dtype", "model", "workload")
 """Of which a run may have several, by name: those that both have are compared, and must be the same."""
 
 _SAID_ELSEWHERE = ("name", "device", "dtype", "model", "workload")
-_NO_CIRCUMSTANCE = ("run_id", "model")
+_NO_CIRCUMSTANCE = ("run_id", "model", "rates")
 
 
 def forbidding(first: RecordedRun, second: RecordedRun) -> dict[str, str]:

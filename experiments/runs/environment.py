@@ -18,6 +18,7 @@ import torch
 
 from experiments.planning.plan import Plan, Sweep
 from experiments.runs.checked import unchecked_variants
+from experiments.runs.cpu_rates import cpu_rates
 from experiments.runs.imports import imported_names
 from experiments.runs.provenance import (
     file_hashes,
@@ -63,6 +64,7 @@ def environment_of(sweep: Sweep, run_id: str, overrides: list[str]) -> dict[str,
             **package_versions(sweep.plans),
         },
         "device": _device_state(plan.device, facts),
+        "rates": dict(cpu_rates(_processor())) if plan.device.type == "cpu" else None,
         "host": {"system": platform.platform(), "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "git": git_state(Path(__file__).parent),
         "seeds": seeds,

@@ -12,7 +12,9 @@ from experiments.planning.plan import Plan
 from experiments.runs.imports import imported_files
 from experiments.runs.reading import workload_key
 from tkernels.device import INTERPRETER, DeviceFacts
-from tkernels.tuning import TUNED_FOLDER, candidates, lockfile, nearest_entry, read_lockfile
+from tkernels.lockfile import TUNED_FOLDER, lockfile, read_lockfile
+from tkernels.nearest import find_nearest
+from tkernels.tuning import launchable
 from tkernels.variant import Variant
 from tkernels.verification.check import outside_folder
 
@@ -90,8 +92,8 @@ def lockfile_entries(
         name, _, point = key.removesuffix("]").partition("[")
         variant = variants[name]
         entries = read_lockfile(lockfile(variant, device, folder))
-        nearest = nearest_entry(variant, point, entries, candidates(variant, device.arch))
-        found[key] = nearest[0].as_json() if nearest is not None else None
+        nearest = find_nearest(variant, point, entries.values(), launchable(variant, device.arch))
+        found[key] = nearest.entry.as_json() if nearest is not None else None
     return found
 
 

@@ -21,10 +21,11 @@ VERSION = 2
 
 Status = Literal["ok", "wrong", "unsupported", "failed"]
 Stage = Literal[
-    "check", "kernels", "engine", "parity", "step", "peers", "speedup", "http", "quantization",
+    "check", "kernels", "foretold", "engine", "parity", "step", "peers", "speedup", "http", "quantization",
     "rates", "tuning", "hardware", "forward", "report",
 ]  # fmt: skip
-"""check: a variant at one point against the float64 oracle. kernels: its time there, where the check was ok. engine: a
+"""check: a variant at one point against the float64 oracle. kernels: its time there, where the check was ok. foretold:
+what a model says of its time on a GPU that is not there, which is compared with no measured figure. engine: a
 workload served by one arm, a request of n completions counting as n. parity: an arm's tokens and log-probabilities
 beside the first arm's. step: what one named range took of an arm's steps, in rounds that are recorded apart from the
 timed ones and without overlap, so that a step's time is the sum of its parts. peers: a workload served by a peer.
@@ -71,6 +72,12 @@ COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
             "speed_reason", "roofline_fraction", "roofline_bound", "roofline_reason",
         ),
         "failed": ("point",),
+    },
+    "foretold": {
+        "ok": (
+            "point", "gpu", "predicted_us", "predicted_limit_us", "predicted_bound", "predicted_from",
+            "predicted_reason", "model_version",
+        ),
     },
     "engine": {
         "ok": (
@@ -123,7 +130,7 @@ COLUMNS: Mapping[Stage, Mapping[Status, tuple[str, ...]]] = {
 
 _REASON_OF: Mapping[str, str] = {
     "median_us": "speed_reason", "tokens_per_s": "speed_reason", "total_us": "speed_reason",
-    "roofline_fraction": "roofline_reason",
+    "roofline_fraction": "roofline_reason", "predicted_us": "predicted_reason",
 }  # fmt: skip
 """Figure -> the column that says why it is null, and is null itself where the figure is not."""
 
@@ -201,6 +208,16 @@ class Row(BaseModel):
     roofline_fraction: float | None = column("the time that the roofline allows over median_us", "ratio")
     roofline_bound: str | None = column("what the roofline is limited by")
     roofline_reason: str | None = column("why there is no fraction; null where there is one")
+
+    gpu: str | None = column("the GPU that a modelled time is for, by the name that `tk inspect --predict` takes")
+    predicted_us: float | None = column("modelled time of a call there: no measurement", "us")
+    predicted_limit_us: float | None = column("the time that the data sheet's peaks allow; null of several ops", "us")
+    predicted_bound: str | None = column("what the model finds its longest launch bound by")
+    predicted_from: dict[str, Any] | None = column(
+        "constants that the nearest compiled code has and this call has not; null where the code is this call's own"
+    )
+    predicted_reason: str | None = column("why the model says nothing; null where it does")
+    model_version: int | None = column("of the model", "index")
 
     workload: str | None = column("name of the workload")
     requests: int | None = column("completions that were asked for; of a parity, those that both arms served", "count")
@@ -303,8 +320,9 @@ class Row(BaseModel):
     copy_bytes_per_s: float | None = column("bandwidth of a large copy, bytes read and bytes written", "bytes/s")
     read_bytes_per_s: float | None = column("bandwidth of reading a large tensor", "bytes/s")
     matmul_flops_per_s: float | None = column("rate of a large bfloat16 matrix product", "FLOP/s")
-    test: Literal["drawn cases", "rerun", "stress", "sanitizer"] | None = column(
-        "what was tried: cases against float64, the same call again, that beside other work, compute-sanitizer"
+    test: Literal["drawn cases", "marked shape", "rerun", "stress", "batch", "sanitizer"] | None = column(
+        "what was tried: cases against float64, the same call again, that beside other work, members of other batches, "
+        "compute-sanitizer"
     )
     runs: int | None = column("cases or runs of the test", "count")
     runs_right: int | None = column(

@@ -36,7 +36,7 @@ the others is in the longest of them alone. What is counted is no matter of nois
 _ALIKE = ("dtype", "model")
 """Settings that arms are not compared across."""
 
-_OF_AN_OP = ("check", "kernels", "tuning", "hardware")
+_OF_AN_OP = ("check", "kernels", "foretold", "tuning", "hardware")
 """Stages whose rows are of one op and variant. A step's row names those of its range, and is of an arm."""
 
 _NO_FIGURES = ("replicate", "task_rows", "seed", "bits", "group_size", "config")

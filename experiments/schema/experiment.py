@@ -27,9 +27,9 @@ from tsched.serving.limits import LIMITS
 from tsched.torch_free import load_from_file
 
 if TYPE_CHECKING:
-    from tkernels.config import TuningMode
+    from tkernels.tuning_mode import TuningMode
 else:
-    TuningMode = load_from_file("config").TuningMode
+    TuningMode = load_from_file("tuning_mode").TuningMode
 
 Batching = Literal["continuous", "static"]
 

@@ -14,7 +14,7 @@ from experiments.planning.arms import Arm, Pick, ServedWorkload
 from experiments.planning.plan import Plan
 from experiments.planning.requests import requests_of
 from experiments.quantization.models import QuantizedModel, list_quantized_models
-from experiments.runs.rows import Row, Status
+from experiments.runs.rows import Row, Stage, Status
 from experiments.schema import HttpWorkload
 from experiments.serving.requests import Request
 from experiments.stages.task import Task
@@ -84,10 +84,14 @@ class Context:
         assert self.plan.model is not None
         return requests_of(self.served.requests, self.plan.model.config.vocab_size)
 
-    def record(self, status: Status = "ok", **columns: Any) -> None:
-        """Records a row: these columns, what it is of, the memory that this process held, how busy the machine is."""
+    def record(self, status: Status = "ok", *, stage: Stage | None = None, **columns: Any) -> None:
+        """Records a row: these columns, what it is of, the memory that this process held, how busy the machine is.
+
+        Args:
+            stage: Another than the task's own.
+        """
         row = Row(
-            stage=self.task.phase,
+            stage=stage or self.task.phase,
             status=status,
             **measure_process(self.plan.device, self.load),
             **task_fields(self.plan, self.task, self.run_id, columns.get("axes")),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from experiments.stages import foretold
 from experiments.stages.context import Context, describe_error, dtype_at
 from experiments.stages.yardstick import Yardstick
 from tkernels.device import device_facts
@@ -26,6 +27,8 @@ def run(context: Context) -> None:
         context.say(point)
         serves = list(context.task.serves.get(point, ())) or None
         context.record(axes=dict(axes), point=point, serves=serves, **_time(context, axes))
+        if context.plan.device.type == "cpu" and context.variant[0].kind == "triton":
+            foretold.record(context, point, axes)
 
 
 def _time(context: Context, at: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from experiments.runs.rows import Row
 from experiments.stages.task import Task, TaskPoint
 
 if TYPE_CHECKING:
-    from tkernels.config import TuningMode
+    from tkernels.tuning_mode import TuningMode
 
 
 @dataclass(frozen=True)

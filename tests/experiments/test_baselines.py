@@ -27,7 +27,9 @@ from tsched import SamplingParams
 Run = Callable[..., RunFolder]
 SMALL: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "block_size": 8, "kv_cache_bytes": 1 << 18}
 SYNTHETIC: dict[str, Any] = {"kind": "synthetic", "num_requests": 5, "input_len": 20, "output_len": 6}
-BASELINES = ("kv_cache", "batching", "paged_memory", "prefix_cache", "chunked_prefill", "priorities")
+BASELINES = (
+    "kv_cache", "batching", "batching_in_service", "paged_memory", "prefix_cache", "chunked_prefill", "priorities",
+)  # fmt: skip
 
 
 def rows_of(folder: RunFolder, stage: str) -> Sequence[Any]:
@@ -43,6 +45,21 @@ def test_each_baseline_resolves(name: str) -> None:
     plan = make_plan(read_document(Path(experiments.__file__).parent / f"{name}.yaml"))
     assert len(plan.arms) > 1 or plan.experiment.peers
     assert not plan.unsupported
+
+
+def test_the_lengths_of_service_leave_a_static_batch_idle_for_most_of_its_steps() -> None:
+    """Steps of 16 rows, prompts aside: a static batch takes its longest output's, a continuous one fills a free row."""
+    plan = make_plan(read_document(Path(experiments.__file__).parent / "batching_in_service.yaml"))
+    requests = requests_of(plan.workloads[0].requests, 1024)
+    assert len(requests) == 510
+    outputs = [request.params.max_tokens or 0 for request in requests]
+    assert 900 < max(len(request.prompt) + most for request, most in zip(requests, outputs, strict=True)) <= 1024
+    static = sum(max(outputs[start : start + 16]) for start in range(0, 510, 16))
+    rows = [0] * 16
+    for steps in outputs:
+        rows.sort()
+        rows[0] += steps
+    assert static > 2.2 * max(rows)
 
 
 def test_prompts_share_the_beginning_that_is_asked_for_and_no_more() -> None:

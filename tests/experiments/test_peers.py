@@ -15,7 +15,7 @@ from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages, attend
 from experiments.peers.serving import PeerTask, PeerUnsupportedError, make_peer
 from experiments.peers.transformers_generate import fastest
-from experiments.peers.variants import MadeOnce, peer_variant, refuse_other_codes
+from experiments.peers.variants import MadeOnce, forget_made, peer_variant, refuse_other_codes
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
@@ -41,6 +41,46 @@ def test_attention_on_gathered_pages_is_the_op(op: str) -> None:
     assert torch.allclose(attend(**given), contract.reference(**inputs), rtol=1e-12, atol=1e-12)
     with pytest.raises(UnsupportedError, match=r"contexts are \[8, 40\]"):
         attend(**{**given, "context_lens": torch.tensor([40, 8, 40], dtype=torch.int32)})
+
+
+@pytest.mark.parametrize(("queries", "length", "dense"), [(3, 8, True), (8, 8, False)])
+def test_a_mask_of_a_backend_without_one_of_its_own_is_made_before_the_call(
+    queries: int, length: int, dense: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a chunk behind a context; where both are as long, SDPA's own causal form serves, as it does for flash."""
+    given: list[Any] = []
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any) -> torch.Tensor:
+        given.append(mask)
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", sdpa)
+    pages = torch.zeros(2, 8, 1, 4, dtype=torch.bfloat16)
+    tables, lengths = torch.tensor([[0], [1]], dtype=torch.int32), torch.tensor([length] * 2, dtype=torch.int32)
+    starts = torch.tensor([0, queries, 2 * queries], dtype=torch.int32)
+    q = torch.zeros(2 * queries, 2, 4, dtype=torch.bfloat16)
+    for backend, is_dense in ((SDPBackend.CUDNN_ATTENTION, dense), (SDPBackend.FLASH_ATTENTION, False)):
+        attend = dense_attention(backend)
+        given.clear()
+        for _ in range(2):
+            attend(q, pages, pages, tables, lengths, 0.5, starts)
+        assert given[0] is given[1]
+        assert (type(given[0]) is torch.Tensor) == is_dense
+        if is_dense:
+            kept = torch.ones(queries, length).tril(length - queries).bool()
+            assert given[0].dtype == q.dtype
+            assert torch.equal(given[0] == 0, kept)
+            assert torch.equal(given[0] == -torch.inf, ~kept)
+        attend(q, pages, pages, tables, lengths, 0.5, starts, causal=False)
+        assert given[-1] is None
+
+
+def test_what_peers_keep_is_freed_when_it_is_asked() -> None:
+    made: MadeOnce[int] = MadeOnce()
+    x = torch.zeros(2)
+    assert [made.get({"x": x}, lambda: 1), made.get({"x": x}, lambda: 2)] == [1, 1]
+    forget_made()
+    assert made.get({"x": x}, lambda: 3) == 3
 
 
 def test_the_dense_weight_is_the_quantized_one() -> None:

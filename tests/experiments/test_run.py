@@ -54,8 +54,10 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
     assert (folder.path / "experiment.yaml").read_text() == (tmp_path / "experiment.yaml").read_text()
     lines = (folder.path / "results.jsonl").read_text().splitlines()
     assert [Row.model_validate_json(line) for line in lines] == folder.rows
+    modelled = [] if torch.cuda.is_available() else [("foretold", "fused", "ok")]
     assert [(row.stage, row.variant, row.status) for row in folder.rows] == [
         ("check", "torch", "ok"), ("check", "fused", "ok"), ("kernels", "torch", "ok"), ("kernels", "fused", "ok"),
+        *modelled,
     ]  # fmt: skip
     assert {row.run_id for row in folder.rows} == {folder.run_id}
     assert {row.dtype for row in folder.rows} == {"bfloat16"}
@@ -73,6 +75,9 @@ def test_a_kernel_only_run_fills_its_folder(run: Run, tmp_path: Path) -> None:
         assert fused_row.median_us is None
         assert "interpreted" in fused_row.speed_reason
         assert "CPU" in torch_row.roofline_reason
+        (foretold,) = rows_of(folder, "foretold")
+        assert (foretold.predicted_us is None) != (foretold.predicted_reason is None)
+        assert foretold.median_us is None
     assert failures(folder) == []
 
 

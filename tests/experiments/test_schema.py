@@ -40,7 +40,7 @@ def test_every_problem_is_reported_at_once_with_its_place() -> None:
         "model.presett (a.yaml, line 3, column 9): unknown key": "did you mean 'preset'?",
         "dtype (a.yaml, line 4, column 1): unknown value 'float23'": "did you mean 'float32'?",
         "scheduler.max_num_sequences (a.yaml, line 5, column 13): unknown key": "did you mean 'max_num_seqs'?",
-        "scheduler.block_size (a.yaml, line 5, column 35)": "must be an integer of at least 1 and below 2**31",
+        "scheduler.block_size (a.yaml, line 5, column 35)": "must be None or an integer of at least 1 and below 2**31",
         "workload.num_request (a.yaml, line 6, column 29): unknown key": "did you mean 'num_requests'?",
         "workload.num_requests (a.yaml, line 6, column 1)": "is required",
         "workload.output_len.uniform (a.yaml, line 6, column 72)": "the first bound is above the second",

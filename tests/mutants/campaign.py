@@ -84,7 +84,10 @@ class Workbench:
         for file in self._test_files():
             kept = into / f"{file.replace('/', '.')}-{_digest(sources, (ROOT / file).read_text())}.json"
             if not kept.exists():
-                kept.write_text(json.dumps(self.ask({"record": [file]})))
+                answer = self.ask({"record": [file]})
+                if "seconds" not in answer:
+                    raise RuntimeError(f"{file} could not be recorded: {answer}")
+                kept.write_text(json.dumps(answer))
             recording.add(json.loads(kept.read_text()))
         return recording
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import random
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -79,6 +80,18 @@ class Module:
     def __len__(self) -> int:
         return len(self._found)
 
+    def ranks(self, seed: int) -> list[bytes]:
+        """Of each mutant, its place among all that there are anywhere, by the seed: of its own text and its file's name
+        alone, so that what changes elsewhere leaves it where it is.
+        """
+        seen, ranks = Counter[tuple[str, str]](), []
+        for node, mutated in self._found:
+            change = self._tree.code_for_node(node), self._tree.code_for_node(mutated)
+            text = "\0".join((str(seed), self.file, *change, str(seen[change])))
+            ranks.append(hashlib.sha256(text.encode()).digest())
+            seen[change] += 1
+        return ranks
+
     def mutant(self, number: int) -> Mutant | None:
         """The mutant of that number; None where it is no Python."""
         node, mutated = self._found[number]
@@ -104,12 +117,17 @@ def _count_same(one: list[str], other: list[str]) -> int:
 
 
 def draw_mutants(files: list[str], count: int, seed: int) -> Iterator[Mutant]:
-    """`count` distinct mutants of all that the `files` have, by a fixed seed; fewer where there are no more."""
+    """`count` distinct mutants of all that the `files` have, by a fixed seed; fewer where there are no more.
+
+    A change of the files changes those of its own lines alone, so most fates and reasons of the others still hold.
+    """
     modules = [Module(file) for file in files]
-    places = [(module, number) for module in modules for number in range(len(module))]
-    random.Random(seed).shuffle(places)
+    ranked = sorted(
+        (rank, index, number) for index, module in enumerate(modules) for number, rank in enumerate(module.ranks(seed))
+    )
     sources = set[str]()
-    for module, number in places:
+    for _, index, number in ranked:
+        module = modules[index]
         if len(sources) == count:
             return
         mutant = module.mutant(number)

@@ -78,6 +78,16 @@ def test_mutants_are_drawn_by_their_seed_and_are_other_programs(module: ModuleTy
     assert "+    return value <= limit" in next(one for one in drawn if "<=" in one.after).diff()
 
 
+def test_a_change_of_a_file_leaves_the_draw_of_its_other_lines(module: ModuleType) -> None:
+    file = Path(str(module.__file__))
+    before = [one.change for one in draw_mutants([str(file)], 8, seed=1)]
+    file.write_text("def added(number):\n    return number + 7\n\n\n" + SOURCE)
+    after = [one.change for one in draw_mutants([str(file)], 8, seed=1)]
+    kept = [one for one in after if "number" not in one]
+    assert before[: len(kept)] == kept
+    assert len(kept) >= 5
+
+
 def test_a_planted_function_has_its_new_code_wherever_it_is_known(module: ModuleType) -> None:
     below, twice, counter = module.below, module.twice, module.Counter()
     functions, file = find_functions(), str(module.__file__)

@@ -29,6 +29,7 @@ from tests.tkernels.simulated_streams import (
     CudaError,
     Event,
     Graph,
+    GraphPool,
     Mark,
     Memory,
     Pace,
@@ -116,6 +117,7 @@ class SimulatedCuda(TorchDispatchMode):
         self.faults: list[str] = []
         self.num_emptied = 0
         self._pace = pace
+        self._pools: list[GraphPool] = []
         self._pinned: dict[int, torch.Tensor] = {}  # by address, kept so that no other memory gets it
 
     @classmethod
@@ -146,8 +148,9 @@ class SimulatedCuda(TorchDispatchMode):
     def CUDAGraph(self) -> Graph:
         return Graph(self)
 
-    def graph_pool_handle(self) -> object:
-        return object()
+    def graph_pool_handle(self) -> GraphPool:
+        self._pools.append(GraphPool())
+        return self._pools[-1]
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         return self.current
@@ -159,6 +162,8 @@ class SimulatedCuda(TorchDispatchMode):
 
     def empty_cache(self) -> None:
         self.num_emptied += 1
+        for pool in self._pools:
+            pool.is_known = pool.num_graphs > 0
 
     def mem_get_info(self, device: torch.device | None = None) -> tuple[int, int]:
         return self.free_bytes, self.total_bytes
@@ -175,14 +180,15 @@ class SimulatedCuda(TorchDispatchMode):
             self.current = before
 
     @contextmanager
-    def graph(self, graph: Graph, *, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Graph, *, pool: GraphPool, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         self.synchronize()
+        self.empty_cache()
         with self.stream(stream):
-            self.capturing = graph
+            graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
             try:
                 yield
             finally:
-                self.capturing = None
+                graph.capture_end()
 
     # What launches and runs.
 

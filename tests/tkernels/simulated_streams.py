@@ -88,6 +88,16 @@ class Memory:
         self.cuda.give_back(self)
 
 
+class GraphPool:
+    """The memory that graphs share. torch asserts that a pool that it knows has graphs when another is captured into
+    it; it forgets one without graphs when its cache is emptied (create_or_incref_pool of c10's allocator).
+    """
+
+    def __init__(self) -> None:
+        self.is_known = False
+        self.num_graphs = 0
+
+
 class Graph:
     """torch.cuda.CUDAGraph: launches, with the memory that they were captured with."""
 
@@ -96,6 +106,19 @@ class Graph:
         self.work: list[Work] = []
         self.memory: list[torch.Tensor] = []
         self._last: Mark | None = None
+        self._pool: GraphPool | None = None
+
+    def capture_begin(self, *, pool: GraphPool, capture_error_mode: str) -> None:
+        if self.cuda.capturing is not None:
+            raise CudaError("a capture begins inside another")
+        if pool.is_known and not pool.num_graphs:
+            raise CudaError("INTERNAL ASSERT FAILED: use_count > 0 of a pool whose graphs are all gone")
+        pool.is_known, self._pool = True, pool
+        pool.num_graphs += 1
+        self.cuda.capturing = self
+
+    def capture_end(self) -> None:
+        self.cuda.capturing = None
 
     def replay(self) -> None:
         for work in self.work:
@@ -103,6 +126,8 @@ class Graph:
         self._last = self.cuda.current.record_event().mark
 
     def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.num_graphs -= 1
         if self._last is not None and not self._last.is_reached:
             self.cuda.faults.append("a graph was dropped while a replay of it was queued")
         with torch.inference_mode():

@@ -208,6 +208,50 @@ def test_a_row_that_fails_a_gate_is_named(row: CompiledKernel, words: str) -> No
     assert gates.failing([row]) == [f"{row.name}: {words}"]
 
 
+EARLY = """\t.section\t.text.some_kernel,"ax",@progbits
+        /*0000*/              @!P1 CCTL.E.PF2 [R8] ;
+        /*0010*/                   CCTL.E.PF2 [R10] ;
+        /*0020*/                   ACQBULK ;
+        /*0030*/                   PREEXIT ;
+        /*0040*/                   CCTL.E.PF2 [R12] ;
+"""
+
+
+def test_how_a_kernel_that_may_begin_early_waits_is_read_from_its_code() -> None:
+    assert sass.early_launch(sass.parse(EARLY)) == {"waits": 1, "prefetches": 2}
+    assert sass.early_launch(sass.parse(EARLY.replace("CCTL.E.PF2", "LDG.E.128"))) == {"waits": 1}
+    assert sass.early_launch(sass.parse(EARLY.replace("ACQBULK", "NOP"))) == {}
+    for write in ("STG.E.128", "ATOMG.E.ADD.STRONG.GPU", "RED.E.ADD.F32", "ST.E"):
+        assert sass.early_launch(sass.parse(EARLY.replace("@!P1 CCTL.E.PF2", write)))["writes"] == 1
+    early = replace(DECODE, config={"launch_pdl": 1}, default=False, point="early", early_launch={"waits": 1})
+    assert gates.failures(early) == []
+    assert gates.failures(replace(early, early_launch={})) == ["launched early, and waits 0 times"]
+    assert gates.failures(replace(early, early_launch={"waits": 2})) == ["launched early, and waits 2 times"]
+    words = "writes in 2 places before it waits for the launches ahead of it"
+    assert gates.failures(replace(early, early_launch={"waits": 1, "writes": 2})) == [words]
+    assert gates.failures(replace(early, spill_bytes=4)) == ["spills 4 bytes"]
+    assert gates.failures(replace(early, point="capped", config={"maxnreg": 128}, spill_bytes=4)) == []
+
+
+def _with_early_configs() -> dict[tuple[str, str], str]:
+    """(op, variant) of those that have a config that is launched early, and the text of its kernels."""
+    variants = [one for op in OPS.values() for one in op.variants.values()]
+    early = [one for one in variants if any(config.launch_pdl for config in one.configs or ())]
+    return {(one.contract.name, one.name): one.file.read_text() for one in early}
+
+
+def test_every_variant_that_may_be_launched_early_was_compiled_so_and_asks_for_its_weights_first() -> None:
+    table = expected.read(expected.table_path(triton.__version__))
+    for (op, variant), source in _with_early_configs().items():
+        assert (op, variant, "early", 0, "sm_80") not in table
+        for arch in ("sm_90", "sm_100", "sm_120"):
+            row = table[op, variant, "early", 0, arch]
+            assert row.status == "unsupported" or row.early_launch["waits"] == 1
+            if row.status == "ok":
+                assert ("prefetch_" in source) == (row.early_launch.get("prefetches", 0) > 0), row.name
+    assert ("matmul", "gemv") in _with_early_configs()
+
+
 def test_gates_spare_what_they_are_not_about() -> None:
     assert gates.failures(replace(DECODE, point="unaligned", spill_bytes=8, narrow=("a.py:1 bf16 2",))) == []
     assert gates.failures(replace(DECODE, default=False, spill_bytes=8)) == []

@@ -125,7 +125,7 @@ def test_one_fault_of_each_kind_in_a_launcher_is_killed(variant: Variant, pool: 
 @pytest.mark.slow
 def test_a_tile_that_no_value_shows_to_be_too_deep_is_killed_by_what_it_spills(pool: Pool) -> None:
     variant = tkernels.OPS["gate_up_swiglu"].variants["paired_tiles"]
-    after = "max(run.config['BLOCK_K'], deepest)"
+    after = "max(block_k, 32)"
     (trial,) = [trial for trial in launcher_trials(variant) if trial.mutant.after == after]
     (ended,) = outcomes(pool, [trial], seed=0)
     assert ended.fate.verdict == "inspection"

@@ -15,9 +15,10 @@ import torch
 import tkernels
 from tests.tkernels.outside import write_variant
 from tkernels import OPS, ContractError, Kernel, SelectionError, UnsupportedError, Variant, VariantError, select
+from tkernels.buckets import bucket
 from tkernels.contract import Choice, Contract, Output, Scalar
 from tkernels.device import INTERPRETER
-from tkernels.tuning import NEAREST, bucket
+from tkernels.tuning import NEAREST
 from tkernels.verification.check import check_case
 
 PACKAGE = Path(tkernels.__file__).parent
@@ -31,7 +32,7 @@ ADDED = (  # paged_decode's contract gains a soft cap; whatever it does not say 
      "        lse[sequence] = logits.logsumexp"),
     ("        **OPTION_ARGUMENTS,\n",
      '        **OPTION_ARGUMENTS,\n        "softcap": Scalar(float, optional=True, low=0, axis=True),\n'),
-    ("*SIZE_AXES, *OPTION_AXES)", '*SIZE_AXES, *OPTION_AXES, Int("softcap", 0, 1000, (0, 30), "0 is off"))'),
+    ("        *OPTION_AXES,\n", '        *OPTION_AXES,\n        Int("softcap", 0, 1000, (0, 30), "0 is off"),\n'),
     ('"return_lse": axes["return_lse"]}',
      '"return_lse": axes["return_lse"], "softcap": float(axes["softcap"]) or None}'),
     ('"v_scale": scaled}', '"v_scale": scaled, "softcap": 0}'),

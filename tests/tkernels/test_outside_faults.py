@@ -40,7 +40,7 @@ SAID = [
     (16, "default must have an entry for every other architecture, named ''"),
     (16, "default names no architecture: 'sm90'; there is sm_90 and its like, gfx942, interpreter, ''"),
     (17, "key names no axis of paged_decode: ['Hqq']; there is B, "),
-    (17, "a batch-invariant variant's config may not depend on B"),
+    (17, "a batch-invariant variant whose config depends on B needs sum_order"),
 ]
 
 GRID = (

@@ -164,6 +164,35 @@ def test_what_a_capture_and_its_warm_up_take_is_no_work_of_the_step() -> None:
     assert (READ_EVENTS, "host") not in totals
 
 
+def test_what_runs_between_the_pieces_of_a_replay_has_its_time_inside_the_range_around_it() -> None:
+    gpu = SimulatedGpu()
+    recording = Recording("cpu", gpu)
+    forward, layer = recording.named("forward", "phase"), recording.named("layer 0", "layer")
+    attention = recording.named("paged_prefill.packed_gqa", "op")
+    captured = recording.captured()
+    with captured.capture():
+        with gpu.capturing() as first:
+            layer.__enter__()
+            gpu.launch(1.0)
+        with gpu.capturing() as second:
+            gpu.launch(2.0)
+            layer.__exit__(None, None, None)
+    recording.clear()
+    for _ in range(2):
+        with forward, captured.replay():
+            gpu.replay(first)
+            with attention:
+                gpu.launch(4.0)
+            gpu.replay(second)
+    spans = [span for span in recording.spans() if span.track.clock == "device"]
+    whole = recording.spans()
+    assert [(span.name, span.ns) for span in spans] == 2 * [
+        ("forward", 7_000_000), ("layer 0", 7_000_000), ("paged_prefill.packed_gqa", 4_000_000),
+    ]  # fmt: skip
+    inside = [whole[span.parent].name for span in spans if span.name == "paged_prefill.packed_gqa"]
+    assert inside == ["layer 0", "layer 0"]
+
+
 def test_an_event_that_is_no_node_of_the_graph_would_have_no_time() -> None:
     """What the recorder must not do, as the simulated device sees it."""
     gpu = SimulatedGpu()

@@ -1,5 +1,6 @@
 """Each sanitizer fires on a planted bug and stays silent on a clean kernel."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -189,8 +190,13 @@ PLANTED: list[tuple[str, list[tuple[str, str]], str]] = [
     # A comparison hides NaN, which the output held before anything was stored there.
     ("poison", [(STORED, LEFT + STORED + "    out = tl.where(left > 1e20, 0.0, out)\n")], "where nobody may read"),
     ("guard", [(STORED, BEYOND + STORED + "    out = tl.where(beyond > 1e20, 0.0, out)\n")], "died of SIGSEGV"),
-    ("reuse", remembering("gate_up.untyped_storage().data_ptr()"), "is not as in fresh ones"),
-    ("reuse", remembering("(gate_up.data_ptr(), gate_up._version)"), "is not as in fresh ones"),
+    # Cases come to lie where others lay: then the first call is wrong already.
+    ("reuse", remembering("gate_up.untyped_storage().data_ptr()"), "is not as in fresh ones|after a call with other"),
+    (
+        "reuse",
+        remembering("(gate_up.data_ptr(), gate_up._version)"),
+        "is not as in fresh ones|after a call with other",
+    ),
     ("reuse", remembering("gate_up.shape"), "after a call with other values"),
     # What seems to be there already is not stored again.
     (
@@ -255,7 +261,7 @@ def test_a_clean_variant_is_not_reported(name: str, tmp_path: Path) -> None:
 def test_a_planted_bug_is_found(name: str, changes: list[tuple[str, str]], message: str, tmp_path: Path) -> None:
     found = findings(name, load(tmp_path, *changes), 12)
     assert found
-    assert message in found[0].message
+    assert re.search(message, found[0].message)
     assert found[0].replay.startswith(f"tk check --sanitize {name} --variants-from {tmp_path} --op swiglu")
 
 
@@ -273,9 +279,20 @@ def test_reuse_finds_what_is_remembered_of_a_number_or_by_it(first: str, tmp_pat
     changes = ("def launch(", "KEPT, LAST = {}, []\n\n\ndef launch(")
     write_copy(tmp_path, "rms_norm.row_per_program", "remembering", changes, first=[first])
     variant = OPS.with_variants_from(tmp_path)["rms_norm"].variants["remembering"]
-    # Not of shapes that an earlier case had at the same address.
+    # Of shapes that an earlier case had at the same address the first call is wrong already.
     found = findings("reuse", variant, 8)
-    assert any("is not as in fresh ones" in finding.message for finding in found)
+    words = "is not as in fresh ones|after a call with other"
+    assert any(re.search(words, finding.message) for finding in found)
+
+
+def test_configs_that_only_a_compiler_tells_apart_get_one_draw_and_the_default_is_among_them(tmp_path: Path) -> None:
+    given = (
+        "Config(FACTOR=2), Config(FACTOR=2, num_warps=8), Config(FACTOR=1, num_stages=3), Config(FACTOR=2, maxnreg=32)"
+    )
+    variant = load(tmp_path, *BLOCKS, ("(Config(), Config(num_warps=8))", f"({given})"))
+    configs = [config for _, config in sanitizer_cases(SANITIZERS["batch"], variant)]
+    assert configs == [Config(FACTOR=1), Config(FACTOR=2)]
+    assert variant.default_config("interpreter") == configs[0]
 
 
 def test_reuse_takes_no_case_that_has_no_other_of_its_shapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,6 +24,17 @@ def test_default_is_torch_on_a_cpu_and_a_name_always_wins() -> None:
     torch.testing.assert_close(kernels.swiglu(x), choose({}).swiglu(x))
 
 
+def test_on_cuda_a_fusion_is_one_launch_unless_a_part_of_it_is_named() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    fusion = OPS["qk_norm_rope_scatter"]
+    assert (fusion.default_on(cuda), fusion.default_on(cuda, {"swiglu": "fused"})) == ("head_tile", "head_tile")
+    assert fusion.default_on(cuda, {"kv_scatter": "torch"}) == fusion.default_on(cpu) == "composed"
+    assert (OPS["gate_up_swiglu"].default_on(cuda), OPS["gate_up_swiglu"].default_on(cpu)) == (
+        "paired_tiles",
+        "composed",
+    )
+
+
 def test_pins_reach_the_launch_and_the_label(tmp_path: Path) -> None:
     changes = (
         ("FACTOR=1", 'FACTOR=run.config["FACTOR"]'),

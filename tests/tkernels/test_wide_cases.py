@@ -24,9 +24,13 @@ BY_FACTOR = [("FACTOR=1,", 'FACTOR=run.config["FACTOR"],'), ("configs=(Config(),
 _SLOW = ("dequant_gemm", "paged_prefill", "gate_up_swiglu")
 """Their wide cases take most: weights and contexts as wide as a model's, 5 to 10 s each of the latter two."""
 
+_SLOW_VARIANTS = {("matmul", "auto")}
+"""It reaches 32,769 outputs by persistent, whose few programs walk 2,049 of the interpreter's tiles: 20 s."""
+
 
 def parameters(op: str, variant: str) -> Any:
-    return pytest.param(op, variant, marks=[pytest.mark.slow] if op in _SLOW else [])
+    is_slow = op in _SLOW or (op, variant) in _SLOW_VARIANTS
+    return pytest.param(op, variant, marks=[pytest.mark.slow] if is_slow else [])
 
 
 @pytest.mark.parametrize(("op", "variant"), [parameters(*names) for names in VARIANTS])

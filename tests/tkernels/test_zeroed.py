@@ -79,3 +79,12 @@ def test_a_launch_that_raises_half_way_leaves_zeros(tmp_path: Path) -> None:
     with pytest.raises(InterpreterError):
         variant(torch.ones(3, 10))
     assert variant.zeroed.not_zero() == []
+
+
+def test_a_buffer_that_inference_made_is_cleared_outside_of_it() -> None:
+    buffers = ZeroedBuffers()
+    with torch.inference_mode():
+        counts = buffers.take("counts", COUNTS, CPU)
+        counts.fill_(3)
+    buffers.clear()
+    assert not counts.any()

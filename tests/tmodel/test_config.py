@@ -227,6 +227,10 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
             {"rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 64},
             "original_max_position_embeddings is 64, but 32 in rope_scaling",
         ),
+        (
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 1}},
+            "rope_scaling.original_max_position_embeddings: Input should be greater than 1, got 1",
+        ),
         ({"rope_theta": 0.5}, "rope_theta: Input should be greater than 1, got 0.5"),
         ({"rope_parameters": {"rope_theta": True}}, "rope_parameters.rope_theta: .*valid number, got True"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps: "),
@@ -258,8 +262,9 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
 )
 def test_refusals_name_file_and_field(write_checkpoint: WriteCheckpoint, fields: dict[str, Any], message: str) -> None:
     directory = write_checkpoint({}, **fields)
-    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}") as caught:
         load_config(directory)
+    assert "Value error" not in str(caught.value), "it is said in words of our own"
 
 
 @pytest.mark.parametrize("name", ["mscale", "mscale_all_dim"])

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.tmodel.packed import Driver, in_chunks, load
+from tkernels.recording import Recording
 from tmodel import PRESETS, RANDOM_PRESETS, ConfigError, WeightError, load_config
 from tmodel.quantizers import METHODS
 from tmodel.quantizers.checkpoint import choose_calibration_windows, plan_job, quantize_checkpoint
@@ -50,6 +51,14 @@ def save_random(directory: Path, **fields: Any) -> Any:
 def sequences() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(97, (length,), generator=generator) for length in LENGTHS]
+
+
+def test_the_embedding_is_a_part_of_a_step(tmp_path: Path) -> None:
+    save_random(tmp_path)
+    recording = Recording("cpu")
+    model = load(tmp_path, torch.float32, max_model_len=64, ranges=recording)
+    Driver(model, sequences(), torch.float32).run(in_chunks(LENGTHS, 21))
+    assert {span.category for span in recording.spans() if span.name == "embedding"} == {"part"}
 
 
 def our_logits(directory: Path) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ import pytest
 from tests.tmodel.conftest import CONFIG, WriteCheckpoint
 from tests.tmodel.formats.by_hand import Kind, settings
 from tests.tmodel.formats.models import SHAPE
+from tkernels.ops.served_models import SERVED_MODELS
 from tmodel import Limits, kernel_axes, load_config
 from tmodel.formats import GPTQ, parse_format
 from tmodel.loading import parse_config
 from tmodel.quantization import LinearShape, Quantization
+from tmodel.random_weights import RANDOM_PRESETS, random_config
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 TOKENS = (1, 64)
@@ -88,6 +92,17 @@ def test_those_of_a_quantized_model_beside_its_dense_head(write_checkpoint: Writ
     assert "gate_up_swiglu" not in axes
 
 
+@pytest.mark.parametrize(("activation", "tanh"), [("gelu_new", True), ("gelu", False)])
+def test_the_gelu_of_a_quantized_gpt2_is_called_after_its_projection(
+    activation: str, tanh: bool, tmp_path: Path
+) -> None:
+    fields = {**GPT2, "activation_function": activation, "quantization_config": settings(Kind("gptq", 4, 32))}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    axes = kernel_axes(load_config(tmp_path), LIMITS)
+    assert axes["gelu"] == {"T": TOKENS, "I": 160, "tanh": tanh}
+    assert "matmul_gelu" not in axes
+
+
 PARTS = LinearShape(("a.q_proj", "a.k_proj", "a.v_proj"), (256, 64, 64), 128)
 
 
@@ -115,3 +130,13 @@ def test_parts_of_a_layer_are_called_by_the_last_words_of_their_names() -> None:
 )  # fmt: skip
 def test_bytes_that_a_quantized_layer_takes_beyond_its_file(quantization: Any, expected: int) -> None:
     assert Quantization(quantization, (PARTS,)).added_bytes == expected
+
+
+@pytest.mark.parametrize("model", SERVED_MODELS)
+def test_the_products_that_are_timed_for_a_served_model_are_its_own(model: str) -> None:
+    # Qwen3-8B's published config.json differs from Qwen3-4B's in these, and in a head of its own.
+    larger = {"Qwen3-8B": {**RANDOM_PRESETS["Qwen3-4B"], "hidden_size": 4096, "intermediate_size": 12288}}
+    config = random_config({**RANDOM_PRESETS, **larger}[model])
+    products = {(sum(shape.outputs), shape.inputs) for shape in config.linears()}
+    head = config.tensors()["model.embed_tokens.weight"]
+    assert products | {head} == set(SERVED_MODELS[model].linears.values())

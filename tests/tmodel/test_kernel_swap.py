@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,15 @@ def test_kernels_of_inputs_and_of_codes_are_both_new(tmp_path: Path) -> None:
     assert matmul.quantize.func is other.kernels["quantize_tokens"]
     assert matmul.matmul is other.kernels["scaled_matmul"]
     assert torch.equal(logits(swapped), logits(model))
+
+
+def test_a_kernel_in_a_partials_keywords_is_new_too(tmp_path: Path) -> None:
+    directory, _ = models.write_models(tmp_path, by_hand.Kind("gptq", 4, 32), num_hidden_layers=1)
+    old, new = select(directory, {}), select(directory, {})
+    model: Any = SimpleNamespace(norm=partial(print, norm=old.kernels["rms_norm"]), names={"a": 1})
+    swapped: Any = with_kernels(model, new)
+    assert swapped.norm.keywords == {"norm": new.kernels["rms_norm"]}
+    assert swapped.names is model.names
 
 
 def test_every_kernel_of_attention_is_told_the_host_s_bound_of_contexts() -> None:

@@ -35,7 +35,7 @@ PAGE_BYTES = C * S * HKV * D
 def cache_of(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Bits that name their own place, so that any byte that went elsewhere shows."""
     places = torch.arange(C * P * S * HKV * D).view(C, P, S, HKV, D)
-    return (places % 113 / 8).to(dtype).to(DEVICE)
+    return (places.double() % 113 / 7).to(dtype).to(DEVICE)
 
 
 def bits(cache: torch.Tensor) -> torch.Tensor:
@@ -165,6 +165,20 @@ def test_copies_reach_every_layer(variant: str, dtype: torch.dtype) -> None:
     expected[:, 0] = expected[:, 6] = before[:, 2]
     expected[:, 1] = before[:, 3]
     assert torch.equal(bits(cache), expected)
+
+
+def test_pages_over_another_kernel_share_their_caches_and_host_memory() -> None:
+    cache, called = cache_of(), []
+    before = bits(cache)
+    pages = CachePages([cache], COPY["torch"], RUNTIME, num_host_blocks=3)
+    pages.swap_out(pairs((1, 2)))
+    other = pages.with_kernel(lambda *arguments: called.append(arguments))
+    other.swap_in(pairs((2, 4)))
+    assert torch.equal(bits(cache)[:, 4], before[:, 1])
+    pages.copy(pairs((2, 0)))
+    assert called == [], "the first ones keep theirs"
+    other.copy(pairs((2, 0)))
+    assert [arguments[0] is cache for arguments in called] == [True]
 
 
 def test_neighbouring_host_pages_are_one_transfer() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
 from tkernels.recording import Recording
+from tkernels.selection import unsupported_in
 from tmodel import PRESETS, Limits, Model, ModelConfig, known_architectures, load_config
+from tmodel.config import Axes
 from tmodel.random_weights import random_config
 from tmodel.transformers_models import new_transformers_model
 
@@ -236,14 +238,28 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) 
         assert_parity(packed_logits(model, sequences, torch.float32, schedule), expected)
 
 
-def triton_arms(called: Collection[str]) -> list[dict[str, str]]:
-    """Choices without any `torch` kernel that between them use every Triton variant of every op of a model, each fusion
-    in one launch and composed of every variant of its parts.
+def triton_variants(called: Axes) -> dict[str, list[str]]:
+    """Of each op the Triton variants that serve it alone; others, for few tokens, are run by one that chooses."""
+    cpu = torch.device("cpu")
+    return {
+        op.name: [
+            variant.name
+            for variant in op.variants.values()
+            if variant.kind == "triton"
+            and (op.name not in called or not unsupported_in(variant, called[op.name], cpu, torch.float32))
+        ]
+        for op in tkernels.OPS.values()
+    }
+
+
+def triton_arms(called: Axes) -> list[dict[str, str]]:
+    """Choices without any `torch` kernel that between them use every Triton variant that can serve an op of a model
+    alone, each fusion in one launch and composed of every variant of its parts.
 
     Args:
-        called: The ops that the model calls.
+        called: The ops that the model calls, and their axes.
     """
-    triton = {op.name: [v.name for v in op.variants.values() if v.kind == "triton"] for op in tkernels.OPS.values()}
+    triton = triton_variants(called)
     fusions = {name: ops["composed"].parts for name in called if "composed" in (ops := tkernels.OPS[name].variants)}
     alone = [name for name in called if name not in fusions]
     in_parts = list(dict.fromkeys([*alone, *(part for parts in fusions.values() for part in parts)]))
@@ -252,10 +268,10 @@ def triton_arms(called: Collection[str]) -> list[dict[str, str]]:
     return [{name: triton[name][i % len(triton[name])] for name in way} for i, way in enumerate(ways)]
 
 
-def called_ops(config: ModelConfig) -> list[str]:
-    """The ops that a model of `config` calls."""
-    limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
-    return list(config.architecture.axes(config, limits))
+def called_ops(config: ModelConfig) -> Axes:
+    """The ops that a model of `config` calls, and their axes."""
+    limits = Limits(max_num_tokens=2048, max_num_seqs=4, max_model_len=64, block_size=16, num_blocks=16)
+    return config.architecture.axes(config, limits)
 
 
 def assert_triton_parity(directory: Path, arms: Sequence[Mapping[str, str]]) -> None:
@@ -277,7 +293,9 @@ def test_the_arms_hold_every_triton_variant_that_a_model_can_reach() -> None:
         called = called_ops(random_config(preset.config))
         fusions = [op["composed"] for name in called if "composed" in (op := tkernels.OPS[name].variants)]
         reached = {*called, *(part for fusion in fusions for part in fusion.parts)}
-        every = {(name, v.name) for name in reached for v in tkernels.OPS[name].variants.values() if v.kind == "triton"}
+        every = {(name, variant) for name in reached for variant in triton_variants(called)[name]}
+        chosen = {variant.name for variant in tkernels.OPS["matmul"].variants.values() if variant.kind == "triton"}
+        assert chosen - {variant for name, variant in every if name == "matmul"} <= {"gemv", "split_k"}
         assert {(op, variant) for arm in triton_arms(called) for op, variant in arm.items()} == every
 
 

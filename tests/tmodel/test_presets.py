@@ -8,8 +8,10 @@ from types import ModuleType
 import pytest
 
 import tmodel
+import tmodel.formats
 import tmodel.quantizers
 from tmodel import PRESETS, RANDOM_PRESETS, ConfigError, Recipe, find_model, presets
+from tmodel.model_names import preset_model
 from tmodel.presets import cache_folder, preset_path
 
 
@@ -46,7 +48,15 @@ def test_a_name_that_is_no_model_says_what_was_meant() -> None:
         find_model("gpt2")
     with pytest.raises(ConfigError, match="did you mean 'tiny-llama'"):
         find_model("tiny-lama")
-    assert find_model("random:gpt2").random_weights == 124_439_808
+    with pytest.raises(ConfigError, match="unknown model 'random:gtp2': there is .*; did you mean 'random:gpt2'"):
+        find_model("random:gtp2")
+    with pytest.raises(ConfigError, match="unknown preset 'gtp2': there is tiny, .*; did you mean 'gpt2'"):
+        preset_model("gtp2")
+
+
+def test_random_weights_have_the_name_of_their_preset() -> None:
+    plan = find_model("random:gpt2")
+    assert (plan.name, plan.random_weights) == ("gpt2", 124_439_808)
     assert "gpt2" in RANDOM_PRESETS
 
 
@@ -55,7 +65,7 @@ def test_a_name_that_the_file_system_does_not_take_is_said_so() -> None:
         find_model("/" + "a" * 5000)
 
 
-@pytest.mark.parametrize("package", [tmodel, tmodel.quantizers])
+@pytest.mark.parametrize("package", [tmodel, tmodel.formats, tmodel.quantizers])
 def test_all_that_a_package_offers_is_there(package: ModuleType) -> None:
     assert len(set(package.__all__)) == len(package.__all__) > 0
     assert [name for name in package.__all__ if not hasattr(package, name)] == []

@@ -187,7 +187,9 @@ def test_a_library_of_less_than_half_is_refused(tmp_path: Path, monkeypatch: pyt
         standard_library_corpus(2002)
 
 
-def test_a_step_reads_whole_windows_and_a_token_that_never_comes_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reads_whole_windows_and_a_token_that_never_comes_keeps_its_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Nothing decays: a row changes by its gradients alone."""
     read: list[torch.Tensor] = []
     loss = train._loss
@@ -198,7 +200,9 @@ def test_a_step_reads_whole_windows_and_a_token_that_never_comes_keeps_its_row(m
         model = new_model(recipe, 0)
     rows = model.get_input_embeddings().weight
     before = rows.detach().clone()
-    train.train(model, torch.arange(200) % 10, recipe, 0)
+    monkeypatch.setattr(train, "_SECONDS_BETWEEN_STATES", math.inf)
+    train.train(model, torch.arange(200) % 10, recipe, 0, tmp_path / "state")
+    assert not (tmp_path / "state").exists(), "a state is not of every step"
     assert [windows.shape for windows in read] == [(2, SMALL.sequence_len + 1)] * 2
     assert all(bool(((windows[:, 1:] - windows[:, :-1]) % 10 == 1).all()) for windows in read)
     assert torch.equal(rows[10:], before[10:])

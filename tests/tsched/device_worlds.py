@@ -28,6 +28,7 @@ from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
 from tmodel.batch import Batch
 from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution import cuda_graphs as cuda_graphs_module
+from tsched.execution import prefill_graphs as prefill_graphs_module
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request
@@ -70,6 +71,71 @@ class LaunchedModel(HashModel):
         return logits
 
 
+class SplitHashModel(HashModel):
+    """HashModel as layers are: what depends on single tokens, attention, and a head."""
+
+    num_prefill_calls = 0
+
+    def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        return self.compute_logits(self.compute_hidden(batch, kv_cache))
+
+    def compute_hidden(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        self.num_prefill_calls += batch.num_prefills > 0
+        self._launch(self.write, batch, kv_cache)
+        q = batch.token_ids.double()[:, None, None]  # [T, 1, 1]
+
+        def attend(step: Batch, q: torch.Tensor) -> torch.Tensor:
+            attended = q.new_zeros((q.shape[0], 1, VOCAB))
+            whole = replace(step, logit_indices=torch.arange(step.token_ids.shape[0], device=q.device))
+            self._launch(self._read, whole, kv_cache, q, attended)
+            return attended
+
+        attended = attend(batch, q) if batch.attend_between is None else batch.attend_between(q, VOCAB, attend)
+        return attended[:, 0].index_select(0, batch.logit_indices)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.to(self.dtype)
+
+    def _read(self, batch: Batch, kv_cache: KVCache, q: torch.Tensor, attended: torch.Tensor) -> None:
+        count = batch.token_ids.shape[0]
+        assert (q[:count, 0, 0] == batch.token_ids).all(), "queries of another step"
+        assert (q[count:] == 0).all(), "padding is no token 0"
+        attended[:count, 0] = self.read(batch, kv_cache).double()
+
+    def _launch(self, kernel: Callable[..., None], batch: Batch, kv_cache: KVCache, *tensors: torch.Tensor) -> None:
+        kernel(batch, kv_cache, *tensors)
+
+
+class LaunchedSplitModel(SplitHashModel):
+    """The same on the simulated device. A kernel must have run once outside a capture; what attends is in none."""
+
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self._compiled: set[int] = set()
+        self.num_decode_calls = 0
+        self.is_retired = False
+
+    def compute_hidden(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        self.num_decode_calls += batch.num_prefills == 0
+        size = batch.token_ids.shape[0]
+        if self._cuda.is_current_stream_capturing() and size not in self._compiled:
+            raise RuntimeError(f"a kernel for {size} tokens is compiled in a capture")
+        self._compiled.add(size)
+        return super().compute_hidden(batch, kv_cache)
+
+    def _launch(self, kernel: Callable[..., None], batch: Batch, kv_cache: KVCache, *tensors: torch.Tensor) -> None:
+        names = [one.name for one in fields(Batch) if isinstance(getattr(batch, one.name), torch.Tensor)]
+        num_own = len(tensors)
+
+        def run(keys: torch.Tensor, values: torch.Tensor, *given: torch.Tensor) -> None:
+            own, its = given[:num_own], given[num_own:]
+            kernel(replace(batch, **dict(zip(names, its, strict=True))), [(keys, values)], *own)
+            assert not self.is_retired, "a model runs that was replaced"
+
+        self._cuda.launch(run, *kv_cache[0], *tensors, *(getattr(batch, name) for name in names))
+
+
 def make_engine(
     runtime: Runtime, model: HashModel, *, overlap: bool | None, cuda_graphs: bool | None, seed: int = 0, **options: Any
 ) -> Engine:
@@ -78,7 +144,11 @@ def make_engine(
     blocks = torch.full(shape, -1.0, dtype=torch.float64, device=runtime.device)
     kv_cache = CacheTensors([(blocks[0], blocks[1])], [blocks])
     scheduler = build_scheduler(**options)
-    with mock.patch.object(cuda_graphs_module, "_SMALLEST_BOUND", 16):  # so that graphs have several
+    # So that graphs have several bounds, and steps that are larger than all buckets.
+    with (
+        mock.patch.object(cuda_graphs_module, "_SMALLEST_BOUND", 16),
+        mock.patch.object(prefill_graphs_module, "token_buckets", return_value=[4, 8, 16]),
+    ):
         runner = ModelRunner(
             model, kv_cache, scheduler, runtime=runtime, seed=seed, eos_token_ids=options["eos_token_ids"],
             pages=tmodel.CachePages(kv_cache.blocks, copy_pages, runtime, int(options.get("num_host_blocks", 0))),
@@ -98,6 +168,7 @@ class World:
     num_requests: int = 9
     swaps: bool = False
     swap_model_at: int = -1  # a step
+    in_pieces: bool = False  # the model attends between pieces
 
     @property
     def options(self) -> dict[str, Any]:
@@ -147,7 +218,7 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
             assert isinstance(old, HashModel)
             assert pages is not None
             engine.use_model(make_model(), step_inputs=step_inputs, pages=pages)
-            if isinstance(old, LaunchedModel):
+            if isinstance(old, LaunchedModel | LaunchedSplitModel):
                 old.is_retired = True
         engine.step()
         if step > 40 and not engine.has_unfinished:
@@ -166,16 +237,17 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
 
 @functools.cache
 def serve_on_host(world: World) -> list[tuple[Any, ...]]:
-    return serve(world, HostRuntime(), HashModel)
+    """The same on the host, where nothing is recorded."""
+    return serve(replace(world, cuda_graphs=False), HostRuntime(), SplitHashModel if world.in_pieces else HashModel)
 
 
 def serve_on_device(world: World, pace: Pace) -> list[tuple[Any, ...]]:
     """The same on a simulated device, where the host waits for steps to be read alone, and for recordings of graphs."""
-    models: list[LaunchedModel] = []
+    models: list[LaunchedModel | LaunchedSplitModel] = []
     with SimulatedCuda(pace) as cuda:
 
-        def make_model() -> LaunchedModel:
-            models.append(LaunchedModel(cuda))
+        def make_model() -> LaunchedModel | LaunchedSplitModel:
+            models.append(LaunchedSplitModel(cuda) if world.in_pieces else LaunchedModel(cuda))
             return models[-1]
 
         answers = serve(world, CudaRuntime(DEVICE, cuda), make_model)

@@ -60,13 +60,23 @@ class HashModel:
 
     def __call__(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
         self.batches.append(batch)
+        self.write(batch, kv_cache)
+        return self.read(batch, kv_cache)
+
+    @staticmethod
+    def write(batch: Batch, kv_cache: KVCache) -> None:
+        """What depends on single tokens: it puts them into their slots."""
         tokens, positions = (cache.reshape(-1) for cache in kv_cache[0])
-        block_size = kv_cache[0][0].shape[1]
         kept = batch.slots >= 0
         slots = batch.slots[kept]
         assert slots.unique().numel() == slots.numel()
         tokens[slots] = batch.token_ids[kept].double()
         positions[slots] = batch.positions[kept].double()
+
+    def read(self, batch: Batch, kv_cache: KVCache) -> torch.Tensor:
+        """What depends on the tokens before: logits [n, VOCAB] at `batch.logit_indices`."""
+        tokens, positions = (cache.reshape(-1) for cache in kv_cache[0])
+        block_size = kv_cache[0][0].shape[1]
         # The row of each token, and the context it sees, as the kernels work them out.
         rows = torch.arange(batch.num_decodes)
         starts = batch.cu_seqlens_q
@@ -81,7 +91,7 @@ class HashModel:
             row = int(rows[index])
             context = int(batch.context_lens[row]) - int(ends[row] - 1 - index)
             if context == 0:  # padding
-                assert not kept[index]
+                assert batch.slots[index] < 0
                 continue
             assert int(batch.positions[index]) == context - 1
             place = torch.arange(0 if self.window is None else max(0, context - self.window), context)

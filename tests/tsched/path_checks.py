@@ -13,7 +13,7 @@ import torch
 
 from tests.tkernels.simulated_cuda import DEVICE, SimulatedCuda
 from tests.tkernels.simulated_streams import Pace, at_random, copies_first, early, late, work_first
-from tests.tsched.device_worlds import LaunchedModel, make_engine
+from tests.tsched.device_worlds import LaunchedModel, LaunchedSplitModel, SplitHashModel, make_engine
 from tests.tsched.hash_model import HashModel
 from tests.tsched.schedulers import build_scheduler
 from tkernels.ops.copy_pages.contract import baseline as copy_pages
@@ -136,25 +136,65 @@ def check_kept_tokens() -> None:
             assert batch.token_ids.tolist() == wanted
 
 
+WAYS = ((False, False), (False, True), (True, True))  # on the device, with graphs: of a host without any and with
+
+
 def check_graphs() -> None:
     """Decode steps of any number of rows and any context in turn, against the host's."""
     for pace in (late, work_first):
-        outputs = []
-        for on_device in (False, True):
+        outputs, recorded = [], []
+        for on_device, cuda_graphs in WAYS:
             with SimulatedCuda(pace) as cuda:
                 runtime: Runtime = CudaRuntime(DEVICE, cuda) if on_device else HostRuntime()
                 model = LaunchedModel(cuda) if on_device else HashModel()
-                engine = make_engine(runtime, model, overlap=True, cuda_graphs=True, num_blocks=60)
+                engine = make_engine(runtime, model, overlap=True, cuda_graphs=cuda_graphs, num_blocks=60)
+                if pace is late:  # at the start, all of them
+                    engine.record_graphs(lambda done, total: None)
                 params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (20, 3, 9, 6, 14)]
                 requests = [engine.add(i, [i + 1, 2], one) for i, one in enumerate(params)]
                 while engine.has_unfinished:
                     engine.step()
+                outputs.append([one.sequence.output_token_ids for one in requests])
                 graphs = engine._runner._graphs
-                assert graphs is not None
-                outputs.append(([one.sequence.output_token_ids for one in requests], graphs.recorded))
+                assert (graphs is not None) == cuda_graphs
+                if graphs is not None:
+                    recorded.append(graphs.recorded)
                 if on_device:
-                    assert cast(LaunchedModel, model).num_decode_calls == 3 * len(graphs.recorded)
-        assert outputs[0] == outputs[1]
+                    assert cast(LaunchedModel, model).num_decode_calls == 3 * len(recorded[-1])
+        assert outputs[0] == outputs[1] == outputs[2]
+        assert recorded[0] == recorded[1] != []
+
+
+def check_pieces() -> None:
+    """Steps with prompts of any number of tokens, beside decodes, against the host's."""
+    for pace in (late, work_first):
+        outputs, recorded = [], []
+        for on_device, cuda_graphs in WAYS:
+            with SimulatedCuda(pace) as cuda:
+                runtime: Runtime = CudaRuntime(DEVICE, cuda) if on_device else HostRuntime()
+                model = LaunchedSplitModel(cuda) if on_device else SplitHashModel()
+                engine = make_engine(runtime, model, overlap=True, cuda_graphs=cuda_graphs, num_blocks=60)
+                if pace is late:
+                    engine.record_graphs(lambda done, total: None)
+                params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+                requests = []
+                for number, length in enumerate((2, 2, 5, 4, 10, 7)):
+                    requests.append(engine.add(number, [number + 1, *range(length - 1)], params))
+                    engine.step()
+                    engine.step()
+                while engine.has_unfinished:
+                    engine.step()
+                outputs.append([one.sequence.output_token_ids for one in requests])
+                pieces = engine._runner._prefill_graphs
+                assert (pieces is not None) == cuda_graphs
+                if pieces is not None:
+                    recorded.append(pieces.recorded)
+                if on_device:
+                    # Recorded at the start, or once as it is and then recorded.
+                    assert model.num_prefill_calls == (3 if pace is late else 4) * len(recorded[-1])
+        assert outputs[0] == outputs[1] == outputs[2]
+        assert recorded[0] == recorded[1]
+        assert len(recorded[0]) == 3
 
 
 def _sample(runtime: Runtime, logits: np.ndarray, params: list[SamplingParams]) -> Outcome:
@@ -324,7 +364,9 @@ def check_zeroed_workspaces() -> None:
 
 
 def _capturing(cuda: SimulatedCuda) -> AbstractContextManager[None]:
-    return cuda.graph(cuda.CUDAGraph(), pool=None, stream=cuda.streams[-1], capture_error_mode="thread_local")
+    return cuda.graph(
+        cuda.CUDAGraph(), pool=cuda.graph_pool_handle(), stream=cuda.streams[-1], capture_error_mode="thread_local"
+    )
 
 
 def check_defaults() -> None:

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from tests.tkernels.simulated_streams import at_random, copies_first, late, work_first
 from tests.tsched import path_checks
-from tests.tsched.device_worlds import World, check_world
+from tests.tsched.device_worlds import World, check_world, serve_on_host
 from tests.tsched.planted_bugs import PlantedBug, planted
 from tkernels.ops.copy_pages import contract as copy_pages
 from tkernels.ops.kv_scatter import contract as kv_scatter
@@ -27,6 +27,7 @@ from tsched.execution.cuda_graphs import DecodeGraphs
 from tsched.execution.device_state import DeviceState
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
+from tsched.execution.prefill_graphs import PrefillGraphs
 
 Owner = type | ModuleType
 
@@ -51,6 +52,11 @@ SERVED = (
     partial(check_world, World(5), at_random(1)),
 )
 GRAPHS = (path_checks.check_graphs, *SERVED)
+IN_PIECES = (
+    partial(check_world, World(5, swaps=True, swap_model_at=8, in_pieces=True), late),
+    partial(check_world, World(6, in_pieces=True), work_first),
+)
+PIECES = (path_checks.check_pieces, *IN_PIECES)
 
 BRANCHES = (
     Branch("arrays that are sent", (path_checks.check_sending,), {
@@ -84,29 +90,47 @@ BRANCHES = (
         "the copy waits": (CudaRuntime, "_copy_pinned", "non_blocking=True", "non_blocking=False"),
     }),
     Branch("recorded graphs", (path_checks.check_recording,), {
-        "a warm-up does not wait for its inputs": (CudaRecorder, "record", "self._stream.wait_stream(current)", "pass"),
-        "work after a warm-up that failed does not wait for it": (CudaRecorder, "record",
+        "a warm-up does not wait for its inputs": (CudaRecorder, "_warm_up",
+            "self._stream.wait_stream(current)", "pass"),
+        "work after a warm-up that failed does not wait for it": (CudaRecorder, "_warm_up",
             "current.wait_stream(self._stream)", "pass"),
-        "nothing runs before the capture": (CudaRecorder, "record", "range(self._NUM_WARM_UPS)", "range(0)"),
+        "nothing runs before the capture": (CudaRecorder, "_warm_up", "range(self._NUM_WARM_UPS)", "range(0)"),
         "a replay launches everything again": (CudaRecorder, "record", "graph.replay()", "run()"),
         "a replay replays nothing": (CudaRecorder, "record", "graph.replay()", "pass"),
     }),
     Branch("decode steps through graphs", GRAPHS, {
-        "a graph is captured at the size of the step, not of its bucket": (DecodeGraphs, "run",
-            "self._step(bucket, bound)", "self._step(rows.size, bound)"),
-        "a graph replays with the inputs of its recording": (DecodeGraphs, "run",
-            "self._inputs[:, :bucket].copy_(",
-            "(bucket, bound) in self._replays or self._inputs[:, :bucket].copy_("),
+        "a graph is captured at another size than its bucket's": (DecodeGraphs, "_record",
+            "self._step(bucket, bound)", "self._step(max(1, bucket // 2), bound)"),
+        "a graph replays with the inputs of its recording": (DecodeGraphs, "_fill",
+            "self._inputs[:, : padded.shape[1]].copy_(",
+            "padded.shape[1] in [one for one, _ in self._replays] or self._inputs[:, : padded.shape[1]].copy_("),
         "padding is what the last step left there": (DecodeGraphs, "run",
-            "self._inputs[:, :bucket].copy_(self._state.runtime.send(padded))",
-            "self._inputs[:, : rows.size].copy_(self._state.runtime.send(padded[:, : rows.size]))"),
-        "padding writes to pages": (DecodeGraphs, "run", "padded[1, rows.size :] = -1", "pass"),
+            "self._fill(padded)", "self._fill(padded[:, : rows.size])"),
+        "padding writes to pages": (DecodeGraphs, "_padding", "padded[1] = -1", "pass"),
         "the bound is a token short": (DecodeGraphs, "run", "int(starts.max()) + 1", "int(starts.max())"),
         "a graph of another bound is replayed": (DecodeGraphs, "run",
             "bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]", "bound = self.bounds[0]"),
         "graphs of a model that was replaced are replayed": (DecodeGraphs, "use_model", "self.forget()", "pass"),
         "a model is replaced while a graph of it runs": (ModelRunner, "use_model",
             "self.runtime.synchronize()", "pass"),
+    }),
+    Branch("steps with prompts through graphs", PIECES, {
+        "what attends is left out of a replay": (CudaRecorder, "record_pieces", "call(step)", "pass"),
+        "what attends runs at the recording alone": (CudaRecorder, "record_pieces", "calls.append(call)", "call(step)"),
+        "the last piece is left out": (CudaRecorder, "record_pieces", "graphs[-1].replay()", "pass"),
+        "a piece launches while it is captured alone": (CudaRecorder, "record_pieces", "graph.replay()\n", "pass\n"),
+        "a replay attends as its recording did": (PrefillGraphs, "_run",
+            "attend(step, queries)", "attend(batch, queries)"),
+        "what was attended is left where it was made": (PrefillGraphs, "_run",
+            "attended.copy_(attend(step, queries))", "attend(step, queries)"),
+        "queries are never handed over": (PrefillGraphs, "_run", "queries.copy_(q)", "pass"),
+        "a step has the tokens of its recording": (PrefillGraphs, "run", "self._inputs[:, :count] = torch",
+            "(self._inputs if bucket not in self._replays else self._inputs.clone())[:, :count] = torch"),
+        "what pads is what a step left there": (PrefillGraphs, "run", "self._pad(count, bucket)", "pass"),
+        "what pads is stored": (PrefillGraphs, "_pad", "fill_(-1)", "fill_(0)"),
+        "the first tokens' logits are taken": (PrefillGraphs, "run", "hidden.index_select(0, batch.logit_indices)",
+            "hidden[: batch.logit_indices.shape[0]]"),
+        "pieces of a model that was replaced are replayed": (PrefillGraphs, "use_model", "self.forget()", "pass"),
     }),
     Branch("the device's arrays", (path_checks.check_kept_tokens, *SERVED), {
         "sampled tokens are kept for other rows": (DeviceState, "keep_tokens",
@@ -215,21 +239,24 @@ BRANCHES = (
 )  # fmt: skip
 
 
-def find_failure(branch: Branch) -> BaseException | None:
-    """How the first of a branch's checks that does fails; None where none does."""
+def find_failure(branch: Branch, bug: PlantedBug) -> BaseException | None:
+    """How the first of a branch's checks that fails under `bug` does; None where none does."""
     for check in branch.checks:
-        try:
-            check()
-        except (AssertionError, RuntimeError, LookupError, ValueError, TypeError) as error:
-            return error
+        if isinstance(check, partial):  # the host's answers are kept, so they must be those without the fault
+            serve_on_host(check.args[0])
+    with planted(bug):
+        for check in branch.checks:
+            try:
+                check()
+            except (AssertionError, RuntimeError, LookupError, ValueError, TypeError) as error:
+                return error
     return None
 
 
 def main() -> None:
     for branch in BRANCHES:
         for bug in branch.bugs:
-            with planted(bug):
-                error = find_failure(branch)
+            error = find_failure(branch, bug)
             verdict = "survives" if error is None else f"{type(error).__name__}: {str(error).splitlines()[:1]}"
             print(f"{branch.name:30} {bug.name:62} {verdict[:100]}", flush=True)
 

@@ -170,4 +170,4 @@ def _paged_prefill(
         for sequence, (start, end, context) in enumerate(zip(starts, starts[1:], context_lens.tolist(), strict=False))
         for i in range(start, end)
     ]
-    return torch.stack(rows)
+    return torch.stack([*rows, *torch.zeros_like(q[len(rows) :])])  # padding comes last

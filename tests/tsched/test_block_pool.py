@@ -57,6 +57,14 @@ def test_a_kept_block_is_cached_when_the_last_reference_is_gone() -> None:
     assert counts(pool) == (1, 0, 2)
 
 
+def test_of_lists_released_at_once_each_has_its_own_cached_blocks() -> None:
+    pool = BlockPool(4, 16)
+    pool.allocate(4)
+    pool.keep(ids(1))
+    assert [one.tolist() for one in pool.release_each([ids(0, 1), ids(2)])] == [[1], []]
+    assert counts(pool) == (2, 1, 1)
+
+
 def test_a_forgotten_cached_block_is_free() -> None:
     pool = BlockPool(2, 16)
     block = pool.allocate(1)

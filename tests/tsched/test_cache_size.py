@@ -12,7 +12,9 @@ from tests.tmodel.conftest import write_checkpoint as write_checkpoint  # the fi
 from tests.tmodel.formats.by_hand import Kind
 from tests.tmodel.formats.models import write_models
 from tkernels import select
+from tkernels.device import INTERPRETER, TARGETS
 from tmodel import Limits, kernel_axes, kv_bytes_per_block, load_config, load_model
+from tsched.execution import placement
 from tsched.execution.placement import fit_options
 from tsched.options import EngineOptions
 from tsched.scheduling.scheduler import Scheduler
@@ -33,7 +35,7 @@ def blocks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, TOTAL))
 
     def count(*, device: torch.device = GPU, dtype: torch.dtype = torch.float32, **options: Any) -> int:
-        given = EngineOptions(**({"max_num_seqs": 10**8} | options))
+        given = EngineOptions(**({"max_num_seqs": 10**8, "block_size": 16} | options))
         return fit_options(given, load_config(directory), directory, device=device, dtype=dtype).num_blocks
 
     return count
@@ -111,7 +113,7 @@ def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, mon
     config = load_config(quantized)
     left = {}
     for dtype in (torch.float16, torch.float32):
-        options = EngineOptions(max_num_seqs=10**8)
+        options = EngineOptions(max_num_seqs=10**8, block_size=16)
         blocks = fit_options(options, config, quantized, device=GPU, dtype=dtype).num_blocks
         left[dtype] = blocks * kv_bytes_per_block(config, 16, dtype)
     limits = Limits(max_num_tokens=8, max_num_seqs=2, max_model_len=32, block_size=16, num_blocks=8)
@@ -126,3 +128,13 @@ def test_a_quantized_models_words_do_not_grow_with_the_dtype(tmp_path: Path, mon
     # The file's g_idx and packed zero-points are what it has beyond the model.
     assert available - 60_000 < left[torch.float32] <= available
     assert left[torch.float16] > left[torch.float32]
+
+
+@pytest.mark.parametrize(("arch", "size"), [("sm_80", 16), ("sm_90", 64), ("sm_120", 64), ("gfx942", 16), ("", 16)])
+def test_blocks_are_as_large_as_tensor_descriptors_want_them_unless_a_size_is_given(
+    arch: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = TARGETS[arch] if arch else INTERPRETER
+    monkeypatch.setattr(placement, "device_facts", lambda device: facts)
+    device = torch.device("cuda" if arch else "cpu")
+    assert (placement.find_block_size(None, device), placement.find_block_size(32, device)) == (size, 32)

@@ -173,6 +173,7 @@ USER = {"role": "user", "content": "x"}
         (Conversation([{"role": "user"}]), "messages[0].content must be a text or .*, got a NoneType"),
         (Conversation([USER | {"tool_calls": []}]), "messages[0] has a key 'tool_calls'"),
         (Conversation([USER | {"content": [{"type": "image_url"}]}]), "content[0] must be .* got type 'image_url'"),
+        (Conversation([USER | {"content": ["x"]}]), "content[0] must be .* got type None"),
         (Conversation([USER | {"content": [{"type": "text"}]}]), "messages[0].content[0].text must be a text"),
         (Conversation([USER | {"name": 7}]), "messages[0].name must be a text, got 7"),
         (Conversation([{"role": "system", "content": "x"}]), "refuses the messages: only user and assistant"),
@@ -205,6 +206,9 @@ def test_the_template_is_read_from_its_file_or_the_tokenizers(tmp_path: Path) ->
         file.write_text(json.dumps(config | {"chat_template": template}))
         found = read_chat_template(tmp_path)
         assert (found and "".join(found.render(Conversation([USER])))) == text
+    file.write_text(json.dumps({"chat_template": 3}))
+    with pytest.raises(ChatTemplateError, match="tokenizer_config.json: chat_template must be a text, got a int"):
+        read_chat_template(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     found = read_chat_template(tmp_path)
     assert found is not None

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from tsched.requests.detokenizer import IncrementalDetokenizer, OpenStream
 from tsched.requests.sampling_params import SamplingParams
-from tsched.requests.token_bytes import PlainTexts, adds_alone
+from tsched.requests.token_bytes import PlainTexts, adds_alone, find_token_bytes
 from tsched.requests.token_texts import TokenTexts
 
 SPECIAL = 256
@@ -349,3 +350,11 @@ def test_what_is_stable_is_never_taken_back_and_no_more_is_held_than_must_be(tex
 def suffixes(text: str, stops: Sequence[str]) -> list[str]:
     """The ends of `text` that begin a stop string."""
     return [stop[:n] for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+
+
+def test_of_byte_fallback_a_byte_has_a_name_of_six_letters_and_not_every_such_name_is_one() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<0xC3>": 0, "\u2581hello": 1, "?": 2}, unk_token="?"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    assert [find_token_bytes(tokenizer, token) for token in (0, 1)] == [b"\xc3", b" hello"]
+    texts = PlainTexts(tokenizer, frozenset())
+    assert (texts[0], texts[1]) == ("", " hello")

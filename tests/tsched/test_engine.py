@@ -239,6 +239,15 @@ def test_a_stop_string_without_a_detokenizer_is_refused(make_engine: MakeEngine)
     assert not engine.has_unfinished
 
 
+def test_a_fork_with_a_grammar_is_refused(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    engine.add(0, [1, 2], SamplingParams(max_tokens=5))
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(RefusedError, match="^a fork takes no structured_outputs"):
+        engine.fork(0, 1, params, num_tokens=2)
+    assert engine.num_unfinished == 1
+
+
 def test_a_request_knows_when_it_first_got_a_row(make_engine: MakeEngine) -> None:
     engine = make_engine(max_num_seqs=1)
     first, second = (engine.add(i, [1, 2], SamplingParams(max_tokens=2, **GREEDY)) for i in range(2))

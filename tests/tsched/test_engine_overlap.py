@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -239,6 +240,20 @@ class CountingRecorder(EagerRecorder):
         return super().record(run)
 
 
+@dataclass
+class OrderedRecorder(EagerRecorder):
+    """Runs what it records, as a GPU's does, and has memory for `most`."""
+
+    most: int = 100
+    rows: list[int] = field(default_factory=list)
+
+    def record(self, run: Any) -> Any:
+        if len(self.rows) == self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+        self.rows.append(run().shape[0])
+        return run
+
+
 def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
     model = HashModel()
     engine = build_engine(model, cuda_graphs=True, max_num_seqs=12, num_blocks=100)
@@ -260,6 +275,41 @@ def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
     # A replay finds its inputs where the recording found them.
     for name in ("block_tables", "logit_indices"):
         assert len({getattr(batch, name).data_ptr() for batch in decodes}) == 1
+
+
+def test_graphs_recorded_at_the_start_are_all_there_largest_first_and_change_no_token() -> None:
+    model = HashModel()
+    engine = build_engine(model, cuda_graphs=True, max_num_seqs=12, num_blocks=100)
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    graphs._recorder = recorder = OrderedRecorder()
+    told: list[tuple[int, int]] = []
+    engine.record_graphs(lambda done, total: told.append((done, total)))
+    assert recorder.rows == [12, 8, 4, 2, 1]
+    assert told == [(done, 5) for done in range(6)]
+    assert all(int(batch.slots.max()) == -1 for batch in model.batches), "padding is written nowhere"
+    engine.record_graphs(lambda done, total: None)
+    for i in range(7):
+        engine.add(i, [i + 1], SamplingParams(max_tokens=4 + 2 * i, **GREEDY))
+    for request in run(engine):
+        expected = tokens_alone([request.sequence.id + 1], request.sequence.params, MAX_MODEL_LEN)[0]
+        assert request.sequence.output_token_ids == expected
+    assert recorder.rows == [12, 8, 4, 2, 1]
+
+
+def test_graphs_that_memory_does_not_hold_at_the_start_are_left_to_their_first_use() -> None:
+    engine = build_engine(HashModel(), cuda_graphs=True, max_num_seqs=4, num_blocks=40)
+    graphs = engine._runner._graphs
+    assert graphs is not None
+    graphs._recorder = OrderedRecorder(most=2)
+    told: list[tuple[int, int]] = []
+    engine.record_graphs(lambda done, total: told.append((done, total)))
+    assert (graphs.recorded, told[-1]) == ([(2, 60), (4, 60)], (2, 3))
+    graphs._recorder = EagerRecorder()
+    engine.add(0, [1], SamplingParams(max_tokens=4, **GREEDY))
+    (request,) = run(engine)
+    assert request.sequence.output_token_ids == tokens_alone([1], request.sequence.params, MAX_MODEL_LEN)[0]
+    assert graphs.recorded == [(1, 60), (2, 60), (4, 60)]
 
 
 def test_an_engine_on_a_cpu_waits_for_each_token_unless_it_is_told_not_to() -> None:

@@ -98,6 +98,12 @@ def test_bad_calls_raise_both(checkpoint: Path) -> None:
         assert isinstance(raised.value, TKernelsError), raised.value
 
 
+def test_a_name_that_the_package_has_not_is_answered_with_those_that_it_has() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'tsched' has no attribute 'LLMS'; it has LLM, AsyncLLM, "):
+        tsched.LLMS  # noqa: B018
+    assert {"LLM", "AsyncLLM", "SamplingParams"} <= {*dir(tsched)}
+
+
 def test_bad_calls_online_raise_both(checkpoint: Path) -> None:
     async def main() -> None:
         served: Any = make_async(checkpoint)

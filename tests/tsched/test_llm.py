@@ -365,7 +365,7 @@ def test_bad_settings_fail_before_any_weight_is_read(
         ("max_num_seqs", "an integer of at least 1 and below 2**31"),
         ("max_num_batched_tokens", "an integer of at least 1 and below 2**31"),
         ("kv_cache_bytes", "None or an integer of at least 1 and below 2**63"),
-        ("block_size", "an integer of at least 1 and below 2**31 that is a power of two"),
+        ("block_size", "None or an integer of at least 1 and below 2**31 that is a power of two"),
         ("seed", "an integer of at least 0 and below 2**64"),
     ],
 )

@@ -188,7 +188,7 @@ def test_every_wrong_type_and_range_in_a_yaml_is_refused_at_its_key(one: Option)
 
 def test_options_are_resolved_for_a_model() -> None:
     options = EngineOptions(max_num_seqs=4, block_size=8, preemption="swap", swap_bytes=1000)
-    sizes = {"max_position_embeddings": 100, "sizes": UnitSizes(block_bytes=300)}
+    sizes = {"max_position_embeddings": 100, "block_size": 8, "sizes": UnitSizes(block_bytes=300)}
     resolved = resolve_options(options, **sizes, cache_bytes=3000)
     assert (resolved.max_model_len, resolved.num_blocks, resolved.num_host_blocks) == (100, 10, 3)
     most = resolve_options(options, **sizes, cache_bytes=10**9)
@@ -226,7 +226,7 @@ def test_bytes_are_shared_out_by_what_a_sequence_needs(
 def test_states_are_sized_beside_blocks() -> None:
     options = EngineOptions(max_num_seqs=4, block_size=8, prefix_cache="hash", preemption="swap", swap_bytes=10_000)
     hybrid = UnitSizes(block_bytes=300, state_bytes=1000, state_interval=2)
-    sizes = {"max_position_embeddings": 160, "cache_bytes": 31_000}
+    sizes = {"max_position_embeddings": 160, "block_size": 8, "cache_bytes": 31_000}
     half = resolve_options(options, sizes=hybrid, **sizes)
     # 10 blocks and 3 states a request of 80 tokens, 6,000 bytes: of 30,000, past the slot for padding, 15 states.
     assert (half.num_blocks, half.num_states, half.state_interval) == (50, 15, 2)
@@ -245,7 +245,9 @@ def test_states_are_sized_beside_blocks() -> None:
     ):
         given = 31_000 if name == "swap_bytes" else 2999
         with pytest.raises(OptionError) as caught:
-            resolve_options(EngineOptions(**wrong), sizes=unit_sizes, max_position_embeddings=160, cache_bytes=given)
+            resolve_options(
+                EngineOptions(**wrong), sizes=unit_sizes, block_size=16, max_position_embeddings=160, cache_bytes=given
+            )
         assert caught.value.option == name
     needs = "one of 16 tokens takes 300 bytes, a request's state 1000, got 1299"
     assert needs in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import asdict, astuple
 from itertools import count
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.tsched.cache_contents import blocks_by_digest, cut_digests
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockIds, BlockPool
 from tsched.scheduling.policies import PREFIX_CACHES
+from tsched.scheduling.policies.base import CacheStats
 from tsched.scheduling.policies.hash_prefix_cache import HashPrefixCache
 from tsched.scheduling.policies.radix_prefix_cache import RadixPrefixCache
 from tsched.scheduling.sequence import Sequence
@@ -311,6 +313,13 @@ def test_lookups_and_evictions_are_counted(name: str) -> None:
     assert make(name)[0].stats().hit_rate == 0
 
 
+def test_without_a_cache_nothing_is_looked_up() -> None:
+    cache = PREFIX_CACHES["none"](BlockPool(4, BLOCK))
+    sequence = Sequence(next(numbers), PROMPT, SamplingParams(), 10**6)
+    assert cache.match(sequence).size == 0
+    assert set(asdict(cache.stats()).values()) == {0}
+
+
 @both
 @pytest.mark.parametrize("block_size", [1, 3, 512])
 def test_any_block_size(name: str, block_size: int) -> None:
@@ -455,3 +464,8 @@ def test_lookups_find_all_that_is_kept_and_nothing_else(
         model.leave(0)
         model.check()
     assert model.cache.allocate(num_blocks).size == num_blocks
+
+
+def test_a_caches_counts_begin_at_zero() -> None:
+    assert astuple(CacheStats()) == (0, 0, 0, 0, 0, 0)
+    assert CacheStats().hit_rate == 0.0

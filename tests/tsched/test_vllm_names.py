@@ -16,6 +16,7 @@ import yaml
 from tests.tsched.async_serving import LONG, check_empty, collect, joined, make_async, run
 from tests.tsched.test_llm import PROMPTS, make_llm
 from tsched import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from tsched import llm as llm_room
 from tsched.options import OPTIONS
 from tsched.requests.errors import ArgumentTypeError
 from tsched.requests.vllm_names import (
@@ -122,7 +123,9 @@ def test_what_asks_for_nothing_is_taken(checkpoint: Path) -> None:
     }  # fmt: skip
     llm = make_llm(checkpoint, **unused)
     params = SamplingParams(max_tokens=4, best_of=None, guided_decoding=None, detokenize=True, logits_processors=None)  # type: ignore[call-arg, arg-type]
-    others: Any = {"lora_request": None, "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+    others: Any = {"lora_request": None, "tokenization_kwargs": {}, "mm_processor_kwargs": None, "trace_headers": {}}
+    form = StructuredOutputsParams(regex="a", disable_additional_properties=False)  # type: ignore[call-arg]
+    assert form == StructuredOutputsParams(regex="a")
     (output,) = llm.generate(PROMPTS[3], params, priority=None, **others)
     assert len(output.outputs[0].token_ids) == 4
     with pytest.raises(ArgumentTypeError, match=r"generate\(\) has no argument 'lora_request': .* no adapters"):
@@ -209,6 +212,20 @@ def test_a_bar_is_made_as_tqdm_makes_one(checkpoint: Path) -> None:
     llm.generate(PROMPTS[:3], SamplingParams(max_tokens=3, n=2), use_tqdm=Bar)
     (bar,) = Bar.made
     assert (bar.total, bar.done, bar.is_closed, bar.desc) == (6, 6, True, "generating")
+
+
+def test_a_terminal_shows_how_far_a_long_generate_is(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(llm_room, "_PATIENCE_S", 0.0)
+    for name, value in {"FORCE_COLOR": "1", "TERM": "xterm", "COLUMNS": "120"}.items():
+        monkeypatch.setenv(name, value)
+    llm, params = make_llm(checkpoint), SamplingParams(max_tokens=3, n=2)
+    llm.generate(PROMPTS[:3], params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.generate(PROMPTS[:3], params)
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().err).splitlines()[-1]
+    assert re.search(r"generating .*6/6 .*\d+ tokens/s", shown)
 
 
 def test_generate_takes_vllms_keywords(checkpoint: Path) -> None:

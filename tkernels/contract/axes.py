@@ -18,8 +18,9 @@ class Int:
     """A size with its legal range. `draws` are the values the property tests choose from: small, and at every edge.
     `wide` are those of a wide draw: as large as a model's, or past what small sizes could hide.
 
-    `batch` marks an axis that depends on what else is in the batch (T, B, a table's width): neither config nor split
-    boundaries of a batch-invariant variant may depend on it.
+    `batch` marks an axis that depends on what else is in the batch (T, B, a table's width): neither split boundaries
+    nor the order of sums of a batch-invariant variant may depend on it. `classes` of such an axis are the largest sizes
+    of the classes between which another config may be the best, ascending; one more class has what is larger.
     """
 
     name: str
@@ -29,6 +30,19 @@ class Int:
     doc: str = ""
     batch: bool = False
     wide: tuple[int, ...] = ()
+    classes: tuple[int, ...] = ()
+
+    def size_class(self, size: int) -> str:
+        """The sizes that share a tuned config with this one: its class, or all up to the next power of two."""
+        if not self.classes:
+            return f"{self.name}<={1 << max(size - 1, 0).bit_length()}"
+        largest = next((largest for largest in self.classes if size <= largest), None)
+        return f"{self.name}>{self.classes[-1]}" if largest is None else f"{self.name}<={largest}"
+
+    @property
+    def class_labels(self) -> list[str]:
+        """Every class, the smallest sizes first."""
+        return [self.size_class(size) for size in (*self.classes, self.classes[-1] + 1)] if self.classes else []
 
     def allows(self, value: Value) -> bool:
         return isinstance(value, int) and self.low <= value <= self.high

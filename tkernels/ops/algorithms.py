@@ -1,8 +1,8 @@
 """A variant that runs one of its op's other variants, picked at each call: from this device's timings, or by reasoning.
 
-Its tuned config is the algorithm: tuning times each one, last of all variants and with the config that the project's
-own lockfile has for it, for every bucket of the key. Where nothing was tuned the choice follows from the regions that
-the algorithms declare.
+Its tuned config is the algorithm: tuning times each one, last of all variants and with the config that was tuned for
+it, for every bucket of the key. Where nothing was tuned the choice follows from the regions that the algorithms
+declare.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,6 @@ from tkernels.device import DeviceFacts
 from tkernels.launch import Run
 from tkernels.names import Names
 from tkernels.registry import builtin_ops
-from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
 from tkernels.workspace import Buffer
 
@@ -58,15 +57,18 @@ class Algorithms:
         return next((one for one in tried if not one.supports(axes, device)), variants[-1])
 
     def workspace(self, axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-        """The workspace of the variant that a call at these axes runs."""
+        """The workspace of the variant that a call at these axes runs, with its default config."""
         variant = self.chosen(axes, config, device)
-        return variant.workspace(axes, NEAREST.resolve(variant, axes, device), device)
+        return variant.workspace(axes, variant.default_config(device.arch), device)
 
     def launch(self, run: Run, *arguments: Any) -> None:
-        """Launches the chosen variant with its own config on the launcher's arguments after `run`."""
+        """Launches the chosen variant, with its default config, on the launcher's arguments after `run`.
+
+        That is what is checked and inspected; a `Kernel` launches the chosen variant itself, as it was tuned.
+        """
         variant = self.chosen(run.axes, run.config, run.device)
         assert variant.launch is not None, "every algorithm here is launched"
-        variant.launch(replace(run, config=NEAREST.resolve(variant, run.axes, run.device)), *arguments)
+        variant.launch(replace(run, config=variant.default_config(run.device.arch)), *arguments)
 
 
 @cache

@@ -3,9 +3,30 @@
 from collections.abc import Iterable
 
 import triton
+import triton.language as tl
 
 from tkernels.config import Config
+from tkernels.language import prefetch_rows
 from tkernels.launch import Run
+
+ROW_CLASSES = (1, 16, 64, 256)
+"""The largest numbers of rows, tokens, between which another tile of a matrix product may be the best."""
+
+
+@triton.jit
+def prefetch_columns(weight_ptr, stride_weight_n, first_n, outputs, inputs, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Asks for the first `WIDTH` inputs of a tile of outputs, before a launch has to wait: see `prefetch_rows`."""
+    offs_n = first_n.to(tl.int64) + tl.arange(0, BLOCK_N)
+    weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+    prefetch_rows(weight_ptrs, (offs_n < outputs)[:, None], 0, inputs, WIDTH)
+
+
+def order_of_tile(config: Config) -> tuple[int, bool]:
+    """What decides in which order a tile's sums are added: the depth that a step multiplies, and the instruction.
+
+    Hopper's asynchronous matrix units take 64 rows and more; fewer go through the instructions of sm_80.
+    """
+    return config["BLOCK_K"], config["BLOCK_M"] >= 64
 
 
 def tile_configs(tiles: Iterable[tuple[int, int, int, int, int]], **constants: int) -> tuple[Config, ...]:

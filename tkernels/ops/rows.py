@@ -13,6 +13,9 @@ from tkernels.launch import Run
 ROW_CONFIGS = tuple(Config(num_warps=warps) for warps in (1, 2, 4, 8, 16))
 """Configs of a program for each row, whose tile is the row."""
 
+EARLY_ROW_CONFIGS = (*ROW_CONFIGS, *(Config(num_warps=warps, launch_pdl=1) for warps in (4, 8)))
+"""The same for kernels that wait for the launches ahead of them: their weight can be on its way before those end."""
+
 TILE_CONFIGS = tuple(
     Config(BLOCK_ELEMENTS=elements, num_warps=warps)
     for elements, warps in ((1024, 1), (2048, 2), (2048, 4), (4096, 4), (4096, 8), (8192, 8))

@@ -40,6 +40,13 @@ def summed_by_the_last(sums, partial_ptrs, mask, arrived_ptr, split, splits, str
     return is_last, sums
 
 
+def order_of_rows(config: Config) -> tuple[int, int, int, bool]:
+    """What decides in which order a row's sums are added: where K is cut, how much of it a step multiplies, and which
+    instruction adds a weight's outliers, whose tile has the tokens as its rows.
+    """
+    return config["PROGRAMS_PER_SM"], config["BLOCK_N"], config["BLOCK_K"], config["BLOCK_TOKENS"] >= 64
+
+
 def words_per_split(words: int, block: int, outputs: int, config: Config, device: DeviceFacts, most: int) -> int:
     """Word rows of K for one program: as few as still fill the device.
 
@@ -90,6 +97,7 @@ def too_many_rows(axes: Axes) -> str | None:
 def row_configs(tiles: Iterable[tuple[int, int, int, int, int]]) -> tuple[Config, ...]:
     """Configs from (BLOCK_TOKENS, BLOCK_N, BLOCK_K, num_warps, num_stages), each with 2 and 4 PROGRAMS_PER_SM.
 
+    Tiles of the size that is sm_90's default are also launched early, with what waits for it: see `Run.early_tiles`.
     BLOCK_TOKENS, not BLOCK_M: the product is transposed, and its rows are outputs.
     """
     return tuple(
@@ -100,7 +108,9 @@ def row_configs(tiles: Iterable[tuple[int, int, int, int, int]]) -> tuple[Config
             PROGRAMS_PER_SM=programs,
             num_warps=warps,
             num_stages=stages,
+            launch_pdl=early,
         )
         for tokens, columns, depth, warps, stages in tiles
-        for programs in (2, 4)
+        for programs, early in ((2, 0), (4, 0), (4, 1))
+        if not early or (tokens, columns) == (32, 64)
     )

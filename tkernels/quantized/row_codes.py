@@ -1,5 +1,6 @@
 """8-bit codes of a row: its scale, and how the row is rounded to codes. One definition, in torch and on the device."""
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +30,7 @@ own scale would be subnormal. Its codes are 0, or fewer than there could be, and
 
 def reciprocal_of(dtype: torch.dtype) -> float:
     """1 / the largest code, rounded to fp32: what a row's largest value is multiplied by."""
-    return float(torch.tensor(1.0 / LARGEST[dtype], dtype=torch.float32))
+    return float(np.float32(1.0 / LARGEST[dtype]))
 
 
 def codes_and_scales(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

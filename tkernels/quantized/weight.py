@@ -182,6 +182,11 @@ class QuantizedWeight:
         parts = ((name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for name, t in self.parts())
         return (self.bits, self.group_size, self.order, self.inputs, *parts)
 
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All parts, in the order of `parts`: what a launch asks for their addresses."""
+        return tuple(part for _, part in self.parts())
+
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "QuantizedWeight":
         """The weight with `function` applied to each of its tensors, the outliers' too."""
         changed: dict[str, Any] = {name: function(part) for name, part in self.own_parts()}

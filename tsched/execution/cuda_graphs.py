@@ -18,6 +18,7 @@ from tkernels.runtime import Recorder, Replay
 from tmodel.batch import Batch
 from tmodel.kv_cache import KVCache
 from tsched.execution.device_state import DeviceState
+from tsched.execution.exhaustion import Exhaustion, attempt
 from tsched.scheduling.sequence import Ints
 
 _SMALLEST_BOUND = 1024  # tokens
@@ -25,7 +26,7 @@ _BOUND_STEP = 4
 
 
 class DecodeGraphs:
-    """Runs decode steps through graphs, each recorded at its first use.
+    """Runs decode steps through graphs, each recorded at its first use or, all of them, by `record_all`.
 
     Args:
         model: Maps (Batch, caches) to logits [n, V] for the batch's logit_indices.
@@ -69,6 +70,11 @@ class DecodeGraphs:
         """The (bucket, bound) of every recorded graph, sorted."""
         return sorted(self._replays)
 
+    @property
+    def num_graphs(self) -> int:
+        """How many there are when all are recorded."""
+        return len(self.buckets) * len(self.bounds)
+
     def forget(self) -> None:
         """Drops all graphs; the next use of each records it again."""
         self._replays.clear()
@@ -77,6 +83,25 @@ class DecodeGraphs:
         """Records `model` from now on, which has the same caches."""
         self._model = model
         self.forget()
+
+    def record_all(self, tell: Callable[[int, int], object]) -> None:
+        """Records every graph that is not recorded yet, with rows of padding alone.
+
+        The largest come first: in the memory that they need the smaller ones find theirs. Where memory ends, the others
+        are left to their first use.
+
+        Args:
+            tell: Called with how many there are and how many there will be, once before the first and after each.
+        """
+        every = [(bucket, bound) for bound in reversed(self.bounds) for bucket in reversed(self.buckets)]
+        tell(len(self._replays), len(every))
+        for bucket, bound in every:
+            if (bucket, bound) in self._replays:
+                continue
+            self._fill(self._padding(bucket))
+            if isinstance(attempt(self._record, bucket, bound), Exhaustion):
+                return
+            tell(len(self._replays), len(every))
 
     def run(self, rows: Ints, starts: Ints, state_slots: Ints | None = None) -> torch.Tensor:
         """Runs the step in which the state's first n places decode.
@@ -91,17 +116,29 @@ class DecodeGraphs:
         """
         bucket = self.buckets[bisect_left(self.buckets, rows.size)]
         bound = self.bounds[bisect_left(self.bounds, int(starts.max()) + 1)]
-        padded = np.zeros((self._inputs.shape[0], bucket), dtype=np.int64)
-        padded[1, rows.size :] = -1
+        padded = self._padding(bucket)
         padded[0, : rows.size], padded[1, : rows.size] = -1 - rows, starts
         if state_slots is not None:
-            padded[2, rows.size :], padded[3, rows.size :] = -1, self._num_states
             padded[2:, : rows.size] = state_slots
-        self._inputs[:, :bucket].copy_(self._state.runtime.send(padded))
+        self._fill(padded)
         if (bucket, bound) not in self._replays:
-            with self._recording:
-                self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
+            self._record(bucket, bound)
         return self._replays[bucket, bound]()[: rows.size]
+
+    def _padding(self, bucket: int) -> Ints:
+        """The inputs of `bucket` rows that no sequence has: they write nothing, and nobody reads what they compute."""
+        padded = np.zeros((self._inputs.shape[0], bucket), dtype=np.int64)
+        padded[1] = -1
+        if self._num_states:
+            padded[2], padded[3] = -1, self._num_states
+        return padded
+
+    def _fill(self, padded: Ints) -> None:
+        self._inputs[:, : padded.shape[1]].copy_(self._state.runtime.send(padded))
+
+    def _record(self, bucket: int, bound: int) -> None:
+        with self._recording:
+            self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
 
     def _step(self, bucket: int, bound: int) -> torch.Tensor:
         tokens, starts = self._inputs[:2, :bucket]

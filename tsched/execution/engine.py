@@ -10,6 +10,7 @@ computes for a sequence that ended at step n are dropped.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -188,11 +189,19 @@ class Engine:
             raise
 
     def forget_graphs(self) -> None:
-        """Drops all recorded decode steps; their next use records them again.
+        """Drops all recorded steps; their next use records them again.
 
         A profiler needs this: it does not know the launches in a graph that was recorded before it began.
         """
         self._runner.forget_graphs()
+
+    def record_graphs(self, tell: Callable[[int, int], object]) -> None:
+        """Records all steps now that graphs are for, the largest first; without graphs there is nothing to do.
+
+        Args:
+            tell: Called with how many are recorded and how many will be.
+        """
+        self._runner.record_graphs(tell)
 
     def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> int:
         """Runs `model` from the next step on, which has the same caches; a step in flight ends as it began.

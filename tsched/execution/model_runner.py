@@ -12,11 +12,13 @@ from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
 from tkernels.runtime import Runtime
 from tmodel.batch import Batch
+from tmodel.config import SplitModel
 from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import DecodeGraphs
 from tsched.execution.device_state import DeviceState, StepInputs
 from tsched.execution.phases import Phases
+from tsched.execution.prefill_graphs import PrefillGraphs
 from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
@@ -62,8 +64,9 @@ class ModelRunner:
         pages: Copies pages for forks and swaps; needed where the scheduler makes any.
         states: Copies states for swaps.
         step_inputs: The op that makes a step's inputs on the device.
-        cuda_graphs: Whether decode steps are recorded and replayed; None is yes on a GPU. On a CPU steps are padded as
-            for a graph, and run.
+        cuda_graphs: Whether steps are recorded and replayed: those of decodes whole, those with up to 512 tokens and
+            prefill chunks among them in pieces between their attention, where the model is a SplitModel without states.
+            None is yes on a GPU. On a CPU steps are padded as for a graph, and run.
         ranges: Name a step and its phases, the forward with the ids of its requests.
 
     Attributes:
@@ -100,6 +103,7 @@ class ModelRunner:
         self._reader = HostReader(runtime)
         self._prompt_scorer = PromptScorer()
         self._graphs: DecodeGraphs | None = None
+        self._prefill_graphs: PrefillGraphs | None = None
         if not runtime.is_host if cuda_graphs is None else cuda_graphs:
             recorder = runtime.make_recorder(ranges)
             rows, longest = scheduler.table.num_rows, scheduler.max_model_len
@@ -107,6 +111,10 @@ class ModelRunner:
                 model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest,
                 num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0, ranges=ranges,
             )  # fmt: skip
+            split: object = model
+            if isinstance(split, SplitModel) and scheduler.states is None:
+                most = scheduler.max_num_batched_tokens
+                self._prefill_graphs = PrefillGraphs(split, kv_cache, recorder, max_tokens=most, ranges=ranges)
         of_blocks = (
             kv_cache.blocks if isinstance(kv_cache, CacheTensors) else [one for layer in kv_cache for one in layer]
         )
@@ -130,9 +138,21 @@ class ModelRunner:
         self._sampler.grammars.clear()
 
     def forget_graphs(self) -> None:
-        """Drops all recorded decode steps; their next use records them again."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        """Drops all recorded steps; their next use records them again."""
+        for graphs in (self._graphs, self._prefill_graphs):
+            if graphs is not None:
+                graphs.forget()
+
+    @torch.inference_mode()
+    def record_graphs(self, tell: Callable[[int, int], object]) -> None:
+        """Records every step that is not recorded yet, see DecodeGraphs.record_all."""
+        if self._graphs is None:
+            return
+        prefill = self._prefill_graphs
+        decodes, prefills = self._graphs.num_graphs, 0 if prefill is None else len(prefill.buckets)
+        self._graphs.record_all(lambda done, total: tell(done, total + prefills))
+        if prefill is not None and len(self._graphs.recorded) == decodes:
+            prefill.record_all(lambda done, total: tell(decodes + done, decodes + total))
 
     def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> None:
         """Runs `model` from the next step on, see Engine.use_model."""
@@ -140,6 +160,10 @@ class ModelRunner:
         self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
         if self._graphs is not None:
             self._graphs.use_model(model)
+        if self._prefill_graphs is not None:
+            split: object = model
+            assert isinstance(split, SplitModel), "a model is replaced by one of its own kind"
+            self._prefill_graphs.use_model(split)
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan) -> ComputedStep | None:
@@ -181,7 +205,10 @@ class ModelRunner:
             return self._graphs.run(step.rows, step.starts, step.state_slots), None
         spans = self._prompt_scorer.find_spans(step)
         if not spans:
-            return self._model(self._builder.build(step), self._kv_cache), None
+            batch = self._builder.build(step)
+            if self._prefill_graphs is not None and self._prefill_graphs.takes(batch):
+                return self._prefill_graphs.run(batch), None
+            return self._model(batch, self._kv_cache), None
         batch = self._builder.build(step, np.concatenate([span.tokens for span in spans]))
         return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans, self.runtime)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import tmodel
+from tkernels.device import device_facts, is_from_sm_90
 from tsched.execution.cache_size import compute_cache_bytes, device_memory
 from tsched.options import EngineOptions, OptionError
 from tsched.requests.errors import ArgumentError
@@ -25,6 +26,17 @@ def find_device(name: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(f"device is {str(device)!r}, and torch finds no CUDA here; there is 'cpu'")
     return device
+
+
+def find_block_size(given: int | None, device: torch.device) -> int:
+    """The tokens in a block of the KV cache where `given` is asked for.
+
+    None is 64 where tensor descriptors copy keys, from sm_90 on: a box of theirs ends where its page does, and the
+    matrix units want tiles of 64 keys. Elsewhere it is 16: smaller blocks leave less of them empty.
+    """
+    if given is not None:
+        return given
+    return 64 if is_from_sm_90(device_facts(device).arch) else 16
 
 
 def find_dtype(name: torch.dtype | str, of_checkpoint: torch.dtype) -> torch.dtype:
@@ -52,10 +64,12 @@ def fit_options(
     Raises:
         ArgumentError: As `resolve_options`.
     """
+    block_size = find_block_size(options.block_size, device)
     return resolve_options(
         options,
         max_position_embeddings=config.max_position_embeddings,
-        sizes=unit_sizes(config, options.block_size, dtype),
+        block_size=block_size,
+        sizes=unit_sizes(config, block_size, dtype),
         cache_bytes=compute_cache_bytes(options, config, weights, device=device, dtype=dtype),
     )
 

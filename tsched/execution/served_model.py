@@ -264,7 +264,7 @@ class ServedModel:
         return self._engine.stats() if self._thread is None else self._thread.stats
 
     def forget_graphs(self) -> None:
-        """Drops all recorded decode steps, see Engine.forget_graphs."""
+        """Drops all recorded steps, see Engine.forget_graphs."""
         self._engine.forget_graphs()
 
     def reset_peak(self) -> None:
@@ -352,11 +352,16 @@ class ServedModel:
         gc.collect()  # recorded steps refer to each other in circles
         self._runtime.release_memory()
 
-    def warm_up(self) -> None:
-        """Serves a short request before any other: kernels are compiled and their tuned configs read now.
+    def warm_up(self, tell: Callable[[int, int], object] = lambda done, total: None) -> None:
+        """Records the graphs of steps and serves a short request before any other: kernels are compiled and their tuned
+        configs read now.
 
         Its steps and tokens count in `stats`.
+
+        Args:
+            tell: Called with how many graphs are recorded and how many will be.
         """
+        self._engine.record_graphs(tell)
         prompt = [token % self.config.vocab_size for token in range(1, min(8, self.max_model_len))]
         params = SamplingParams(temperature=0, max_tokens=min(3, self.max_model_len - len(prompt)), ignore_eos=True)
         self._engine.add(next(self._ids), prompt, params, cache_salt=b"warm-up")

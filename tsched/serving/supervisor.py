@@ -47,6 +47,8 @@ from tsched.serving.worker_process import StartedWorker, WorkerProcess, start_pr
 from tsched.serving.worker_stream import WorkerStream
 
 LOG = logging.getLogger("tsched.serving")
+_RECORDING_S = 2.0
+"""Between two lines of the log on the recording of graphs, which takes a large model tens of seconds."""
 _MOST_LIVES = 2
 """Workers that a request, or swapped kernels, are given to: what kills two of them may be these."""
 
@@ -119,6 +121,7 @@ class SupervisedClient:
         self._stats: StatsSnapshot | None = None  # of this worker
         self._moved_at = 0.0  # when this worker last took a step, or got its first request or swap
         self._began_load = 0.0  # when this worker was started
+        self._said_recording = 0.0  # when
         self._first_load = 0.0  # seconds that the first one's loading took
         self._listeners: list[Callable[[StatsSnapshot], None]] = []
         self._loaded: asyncio.Future[None] | None = None
@@ -251,6 +254,8 @@ class SupervisedClient:
             self._take_news(message)
         elif kind == "ready":
             self._begin(message)
+        elif kind == "recording":
+            self._note_recording(message["done"], message["total"])
         elif kind in ("failed", "load_failed"):
             self._failure = message["reason"]
             if kind == "failed":
@@ -263,6 +268,13 @@ class SupervisedClient:
                 answer.set_exception(RequestRefusedError(message["reason"], message["param"]))
         else:
             raise LinkError(f"nobody knows a message {kind!r} here")
+
+    def _note_recording(self, done: int, total: int) -> None:
+        """Says how far a worker's recording of graphs is, now and then."""
+        now = time.monotonic()
+        if done in (0, total) or now - self._said_recording > _RECORDING_S:
+            self._said_recording = now
+            LOG.info("CUDA graphs of steps: %d of %d recorded", done, total)
 
     def _take_swap(self, message: Message) -> None:
         """Notes the kernels that serve now; the next worker begins with them."""

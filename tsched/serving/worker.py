@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NoReturn
 
@@ -103,7 +103,9 @@ class Worker:
         """Makes the engine ready and says so; returns whether it is."""
         loop = asyncio.get_running_loop()
         try:
-            served, times = await asyncio.to_thread(_load_model, load["model"], load["options"], load["variants_from"])
+            served, times = await asyncio.to_thread(
+                _load_model, load["model"], load["options"], load["variants_from"], self._tell_recording
+            )
         except Exception as error:
             await self._send_last({"kind": "load_failed", "reason": f"{type(error).__name__}: {error}"})
             return False
@@ -152,6 +154,10 @@ class Worker:
         self._tickets |= tickets
         with contextlib.suppress(RuntimeError):  # the thread has ended, which is told anyway
             engine.thread.submit(*tickets.values())
+
+    def _tell_recording(self, done: int, total: int) -> None:
+        """Sends how far the recording of graphs is, on the thread that loads."""
+        self._send({"kind": "recording", "done": done, "total": total})
 
     def _tell(self, news: list[News]) -> None:
         """Sends the news of one step, on the engine's thread."""
@@ -243,14 +249,20 @@ class Worker:
         task.add_done_callback(self._tasks.discard)
 
 
-def _load_model(model: str, options: dict[str, Any], folders: list[str]) -> tuple[ServedModel, PhaseTimes]:
-    """The model, warm, with the kernel variants of outside folders, and the times of its engine's phases."""
+def _load_model(
+    model: str, options: dict[str, Any], folders: list[str], tell: Callable[[int, int], object]
+) -> tuple[ServedModel, PhaseTimes]:
+    """The model, warm, with the kernel variants of outside folders, and the times of its engine's phases.
+
+    Args:
+        tell: Called with how many sets of graphs are recorded and how many will be.
+    """
     times = PhaseTimes(NVTX)
     ops = tkernels.OPS
     for folder in folders:
         ops = ops.with_variants_from(folder)
     served = ServedModel(model, **options, ops=ops, ranges=times)
-    served.warm_up()
+    served.warm_up(tell)
     # What is here now stays: a full collection would go through all of it, every few dozen steps, while they wait.
     gc.collect()
     gc.freeze()

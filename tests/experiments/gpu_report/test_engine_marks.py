@@ -1,5 +1,7 @@
 """The engine's marks: each one's YAML through a GPU's code with a small model on a CPU, and its figure."""
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,17 @@ import torch
 
 import tsched.execution.placement
 from experiments.document import ExperimentError, read_document
-from experiments.gpu_report.engine_marks import ENGINE_MARKS, FOLDER, RUNS, Figure, engine_figures, measure
-from experiments.gpu_report.steps import make_steps, new_step
+from experiments.gpu_report.engine_marks import ENGINE_MARKS, FOLDER, RUNS, Figure, engine_figures
+from experiments.gpu_report.mark_runs import CutOff, Within, measure
+from experiments.gpu_report.steps import new_step
 from experiments.gpu_report.table import report
 from experiments.gpu_report.worker import ACTIONS
+from experiments.gpu_report.worth import make_steps
 from experiments.peers import with_peers
-from experiments.planning.plan import make_sweep
+from experiments.planning.plan import Sweep, make_sweep
+from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row, Stage
+from experiments.stages.task import Task
 from tests.experiments.in_process import InProcess
 from tests.experiments.planning.single_plan import make_plan
 from tkernels import OPS, Tuning
@@ -49,16 +55,66 @@ def figures_of(*rows: Row) -> dict[str, Figure]:
     return {mark.figure: figure for mark, figure in engine_figures(rows).items()}
 
 
-@pytest.mark.parametrize("name", RUNS)
-@pytest.mark.usefixtures("_small_models")
-def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
-    """Every mark that reads this run has a figure, and no other has."""
+def small_sweep(name: str) -> Sweep:
     run = RUNS[name]
     overrides = [*run.overrides, *SMALLER[run.file], "repeats=1", "device=cpu", "dtype=float32"]
     overrides += ["scheduler.kv_cache_bytes=4194304", "scheduler.max_num_batched_tokens=128"]
-    sweep = make_sweep(read_document(FOLDER / run.file, overrides))
+    return make_sweep(read_document(FOLDER / run.file, overrides))
+
+
+def one_part() -> Callable[[Task], bool]:
+    """Time enough for the checks, and for one engine or peer after them."""
+    left = [1]
+
+    def ends(task: Task) -> bool:
+        if task.phase != "check":
+            left[0] -= 1
+        return left[0] >= 0
+
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_models")
+def test_a_run_that_cannot_go_on_is_begun_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = RUNS["batch_1"], tmp_path / "out"
+
+    def begin(ends: Callable[[Task], bool]) -> list[Row]:
+        return measure(run, small_sweep("batch_1"), out, Tuning(), Within(ends, [InProcess(), InProcess()]))
+
+    with pytest.raises(CutOff):
+        begin(lambda task: task.phase == "check")
+    first = read_run(out)
+    assert {row.stage for row in first.rows} == {"check"}
+    environment = (out / "environment.json").read_text()
+    version = re.search('"torch": "[^"]*"', environment)
+    assert version is not None
+    (out / "environment.json").write_text(environment.replace(version.group(), '"torch": "1.0"'))
+    assert [row.stage for row in begin(lambda task: True)] == ["engine"]
+    assert "begun anew" in capsys.readouterr().out
+    assert read_run(out).meta["run_id"] != first.meta["run_id"]
+    assert [row.stage for row in begin(lambda task: False)] == ["engine"]  # it is at its end
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.usefixtures("_small_models")
+def test_a_mark_is_measured_by_its_own_yaml(name: str, tmp_path: Path) -> None:
+    """Every mark that reads this run has a figure, and no other has, though it was cut off after each of its parts."""
+    run = RUNS[name]
+    sweep = small_sweep(name)
     assert not sweep.plans[0].unsupported
-    rows = [RATES, *measure(run, sweep, tmp_path / "out", Tuning(), InProcess())]
+    found: list[Row] = []
+    begun: list[str] = []
+    while not found:
+        executor = InProcess()
+        try:
+            found = measure(run, sweep, tmp_path / "out", Tuning(), Within(one_part(), [executor]))
+        except CutOff:
+            assert executor.tasks
+        begun += executor.tasks
+    assert len(set(begun)) == len(begun)
+    assert not [key for key in begun if key.startswith(("kernels/", "step/"))]
+    rows = [RATES, *found]
     assert {row.workload for row in rows[1:]} == {name}
     assert [row.reason for row in rows if row.status != "ok"] == []
     found = figures_of(*rows)
@@ -83,7 +139,7 @@ def test_where_its_model_does_not_fit_a_mark_says_what_it_needs(name: str, monke
 
 
 def test_every_mark_has_a_command_and_every_run_a_step() -> None:
-    steps = make_steps(with_peers(OPS), TARGETS["sm_90"], 16)
+    steps = make_steps(with_peers(OPS), TARGETS["sm_90"])
     assert [step.point for step in steps if step.kind == "mark"] == list(RUNS)
     assert "mark" in ACTIONS
     assert {run.file for run in RUNS.values()} == {path.name for path in FOLDER.glob("*.yaml")}

@@ -1,5 +1,6 @@
 """What a report measures with, as far as it runs without a GPU: signatures, cases, reruns, stress, whole models."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,29 @@ import torch
 from typer.testing import CliRunner
 
 from experiments.cli import app
-from experiments.gpu_report.correctness import Signature, Tried, cases, check, rerun, signatures
+from experiments.commands.requests import GpuReportRequest
+from experiments.document import ExperimentError
+from experiments.gpu_report.correctness import (
+    Signature,
+    Tried,
+    cases,
+    check,
+    rerun,
+    signatures,
+    vary_batches,
+    verify,
+)
 from experiments.gpu_report.engine import Work, compare, fit_works, load_models, our_step, their_step
 from experiments.gpu_report.steps import new_step
 from experiments.gpu_report.worker import Job, timing_rows
+from experiments.gpu_report.worth import report_points
 from experiments.runs.rows import Row
 from tests.tkernels.outside import write_variant
-from tkernels import OPS, Config, Tuning
+from tkernels import OPS, Config, Tuning, UnsupportedError
 from tkernels.contract import FLOATS
-from tkernels.measurement import Measurement, Method, measure
+from tkernels.measurement import CPU_SIZE, Measurement, Method, measure
 from tkernels.variant import Variant
+from tkernels.verification.check import check_case
 from tmodel import RANDOM_PRESETS
 
 CPU = torch.device("cpu")
@@ -52,6 +66,53 @@ def test_a_wrong_variant_is_found_with_its_replay(tmp_path: Path, changed: bool)
         assert "replay: tk check" in found.problem
     else:
         assert (found.right, found.problem) == (3, "")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_bits_that_depend_on_the_batch_are_found_with_their_replay(tmp_path: Path, changed: bool) -> None:
+    stored = "    out = gate / (1 + tl.exp(-gate)) * up * FACTOR\n"
+    passed = [("FACTOR=1,", "FACTOR=1, tokens=tokens,"), ("width, FACTOR: ", "width, tokens, FACTOR: ")]
+    wrong = (*passed, (stored, f"{stored}    out *= tl.where(tokens > 1, 1.0 + 1.0e-6, 1.0)\n"))
+    found = vary_batches(doubled(tmp_path, *(wrong if changed else ())), 3, CPU)
+    assert found.runs == 3
+    if changed:
+        assert found.right is not None
+        assert found.right < 3
+        assert "against its bits alone" in found.problem
+        assert "replay: tk check --sanitize batch" in found.problem
+    else:
+        assert (found.right, found.problem) == (3, "")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_marked_shape_is_judged_with_the_weight_as_the_variant_wants_it(tmp_path: Path, changed: bool) -> None:
+    variant = doubled(tmp_path, *((("FACTOR=1,", "FACTOR=2,"),) if changed else ()))
+    found = verify(variant, variant.contract.case(AXES, 0, CPU), CPU)
+    assert (found.runs, found.right) == (1, 0 if changed else 1)
+    assert ("replay: tk check" in found.problem) == changed
+
+
+def test_what_does_not_fit_the_device_is_judged_at_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+
+    def too_large(variant: Variant, case: Any, *given: Any) -> Any:
+        tried.append(case.axes["T"])
+        if case.axes["T"] > CPU_SIZE:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return check_case(variant, case, *given)
+
+    monkeypatch.setattr("experiments.gpu_report.correctness.check_case", too_large)
+    variant = OPS["swiglu"].variants["torch"]
+    axes = {**AXES, "T": 2 * CPU_SIZE, "I": 8}
+    assert verify(variant, variant.contract.case(axes, 0, CPU), CPU) == Tried(1, 1, "")
+    assert tried == [2 * CPU_SIZE, CPU_SIZE]
+
+
+def test_a_shape_that_a_variant_does_not_take_is_no_fault() -> None:
+    variant = OPS["rms_norm"].variants["rows_per_program"]
+    axes = {**report_points(variant.contract)["T=4096,H=2560"], "T": 4}
+    with pytest.raises(UnsupportedError, match="rows wider than 2048"):
+        verify(variant, variant.contract.case(axes, 0, CPU), CPU)
 
 
 COUNTING = (
@@ -158,26 +219,60 @@ def test_a_step_that_cannot_be_taken_says_why() -> None:
     assert (theirs.timing, theirs.reason) == (None, "ValueError: no such thing")
 
 
-def test_without_a_gpu_the_dry_run_lists_every_step_and_the_run_says_what_is_missing(
+def test_without_a_gpu_the_dry_run_counts_every_step_and_the_run_says_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "400")
     runner = CliRunner()
-    dry = runner.invoke(app, ["gpu-report", "--out", str(tmp_path / "new"), "--dry-run"])
+    dry = runner.invoke(app, ["gpu-report", "--out", str(tmp_path / "new"), "--dry-run", "--minutes", "9,9,9"])
     assert dry.exit_code == 0
     for said in (
         "device",
-        "check paged_decode.split_kv",
-        "time dequant_gemm.gemlite",
-        "engine Qwen3-4B",
-        "within 9 min",
+        "stress paged_decode.last_arriver",
+        "mark nano_vllm",
+        "within 9 minutes of command 3",
+        "the kernels' marks and the first of the engine's: all is there after command",
     ):
         assert said in dry.stdout
+    every = int(re.findall(r"(\d+) steps; estimates", dry.stdout)[0])
+    ended = sum(map(int, re.findall(r"(\d+) would end within", dry.stdout)))
+    (rest,) = re.findall(r"^not begun: (\d+) \(", dry.stdout, re.MULTILINE)
+    (refused,) = re.findall(r"cannot run here, and the report says so: (\d+) \(", dry.stdout)
+    cut = len(re.findall("cut off here, it goes on", dry.stdout))
+    assert ended + int(rest) + int(refused) <= every <= ended + int(rest) + int(refused) + cut
+    assert len(dry.stdout.splitlines()) < ended + cut + 20
     assert not (tmp_path / "new").exists()
     real = runner.invoke(app, ["gpu-report", "--out", str(tmp_path / "new")])
     assert real.exit_code == 2
     assert "tk gpu-report needs a CUDA device, and there is none here" in real.stderr
+
+
+@pytest.mark.parametrize(
+    ("minutes", "dry", "lengths"),
+    [("9", False, [9.0]), ("0.5", False, [0.5]), ("9,9.5", True, [9.0, 9.5])],
+)
+def test_minutes_are_numbers(minutes: str, dry: bool, lengths: list[float]) -> None:
+    assert GpuReportRequest(Path("x"), minutes, dry_run=dry).lengths == lengths
+
+
+@pytest.mark.parametrize(
+    ("minutes", "dry"),
+    [
+        ("9,x", True),
+        ("", True),
+        ("9,", True),
+        ("0", False),
+        ("nan", False),
+        ("inf", False),
+        ("-9", False),
+        ("9,9", False),
+    ],
+)
+def test_malformed_minutes_are_refused_with_what_is_allowed(minutes: str, dry: bool) -> None:
+    allowed = "must be a number from 0.1, or, with --dry-run, those of several commands, as in 9,9,9"
+    with pytest.raises(ExperimentError, match=re.escape(f"--minutes {minutes}: {allowed}")):
+        _ = GpuReportRequest(Path("x"), minutes, dry_run=dry).lengths
 
 
 def test_a_signature_names_its_config() -> None:

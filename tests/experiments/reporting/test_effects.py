@@ -11,7 +11,7 @@ from experiments.reporting.arms import merge_processes
 from experiments.reporting.effects import Ratio, effects_of, effects_table
 from experiments.reporting.steps import GEMMS, steps_of
 from experiments.reporting.tables import tables_of
-from experiments.runs.comparison import Effect, Outcome
+from experiments.runs.comparison import MIN_REPLICATES, Effect, Outcome
 from experiments.runs.reading import read_run
 from experiments.runs.rows import COLUMNS, Row
 from experiments.runs.verdicts import Paired, compare_arms
@@ -134,8 +134,24 @@ def test_alone_is_of_the_arms_own_points_and_of_others_where_there_are_none() ->
     assert alone(kernels, **{"workload.num_requests": 2}) == [Ratio(2.0)]
     assert alone(kernels, **{"workload.num_requests": 8}) == [Ratio(pytest.approx((0.5 * 0.25) ** 0.5))]
     assert alone(kernels, **{"workload.num_requests": 3}) == [Ratio(pytest.approx(0.125))]  # no workload asks for it
+    assert alone(kernels) == [Ratio(pytest.approx((2 * 0.5 * 0.25) ** (1 / 3)))], "the arms share what is not swept"
     served = [row for row in kernels if row.stage == "kernels" and row.serves]
     assert alone([*served], **{"workload.num_requests": 3}) == [None]
+
+
+def test_an_arm_that_failed_has_no_effect() -> None:
+    about = {**COMMON, "status": "failed", "reason": "crash", "workload": "w"}
+    failed = Row(stage="engine", arm={**TORCH.arm, "swiglu": "fused"}, **about)
+    assert effects_of([*ROWS, failed], ["swiglu"]) == effects_of(ROWS, ["swiglu"])
+
+
+def test_five_processes_are_enough_for_a_test_and_four_are_not() -> None:
+    rows = replicated(1.2, 0.001)
+    for count, said in ((MIN_REPLICATES, "better"), (MIN_REPLICATES - 1, None)):
+        some = [row for row in rows if (row.replicate or 0) < count]
+        (_, effect) = effects_of(merge_processes(some), ["swiglu"], some)
+        assert effect.end_to_end is not None
+        assert effect.end_to_end.outcome == said
 
 
 def replicated(ratio: float, swing: float) -> list[Row]:

@@ -96,6 +96,15 @@ def test_a_known_device_has_its_limits() -> None:
     assert "No peak is known for float64." in double.caption
 
 
+def test_a_cpu_has_the_limits_that_were_measured_of_it() -> None:
+    rates = {"copy_bytes_per_s": 9e9, "matmul_flops_per_s": 150e9}
+    roofline, bandwidth = roofline_pictures(rows_of("kernels"), "AMD EPYC", "", rates)
+    assert NO_ROOFLINE not in texts(roofline) + texts(bandwidth)
+    assert "150 GFLOP/s, float32" in texts(roofline)
+    assert "9 GB/s of memory" in texts(bandwidth)
+    assert "measured on this machine" in roofline.caption
+
+
 def test_a_curve_goes_over_the_number_that_varies() -> None:
     (picture,) = kernel_curves(rows_of("kernels"), {"swiglu": []})
     assert (picture.name, picture.title) == ("time-swiglu-by-T", "swiglu by tokens T")

@@ -1,5 +1,6 @@
 """What was asked, and what came out, in sentences."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,16 @@ def test_only_arms_that_were_compared_gave_the_same_tokens(settings: list[dict[s
     caption = parity_table(parities, engines).caption
     whose = "(swiglu torch)." if len(settings) == 1 else "of the same model, workload and sizes (swiglu torch)."
     assert caption.startswith(f"Beside the first arm {whose}")
+
+
+def test_where_places_have_other_numbers_of_arms_those_that_were_compared_are_counted() -> None:
+    rows: list[Row] = []
+    for model, others in {"a": ("fused", "other"), "b": ("fused",)}.items():
+        about: dict[str, Any] = {"settings": {"model": model}}
+        rows += [served("engine", 1000.0, "chat", arm={"swiglu": name}, **about) for name in ("torch", *others)]
+        rows += [parity({"swiglu": name}, 4, **about) for name in others]
+    said = "All 3 arms that stand beside the first of their workload and model gave the same tokens. "
+    assert verdict(rows).startswith(said)
 
 
 def test_requests_that_failed_are_said_everywhere(tmp_path: Path) -> None:
@@ -262,6 +273,8 @@ def test_the_worst_serving_is_the_one_with_the_largest_share_of_failed_requests(
     ]
     assert verdict(rows).startswith("Requests failed in 3 of 3 servings (the most: 1 of 2, b)")
     assert verdict(rows[2:]).startswith("4 of 9 requests failed. ")
+    chats = [one.model_copy(update={"workload": "chat"}) for one in rows]
+    assert verdict(chats).startswith("Requests failed in 3 of 3 servings (the most: 1 of 2, chat, b)")
 
 
 def test_comparisons_that_differ_are_counted() -> None:
@@ -358,13 +371,12 @@ def test_with_five_processes_a_test_says_what_is_noise(tmp_path: Path) -> None:
     assert section.notes == ("The arms of a: of 4 figures, 1 better, 3 within noise.",)
     assert any(not isinstance(line, str) and line[-1].tone == "better" for line in section.tables[0].lines)
     same = report_of(read_run(record(tmp_path / "b", repeated({"torch": 1000.0, "fused": 1000.0}))))
-    assert same.verdict.sentence.startswith(
-        "2 of 2 arms timed; no arm's tokens per second differ from those of torch by more than noise (a change of "
-    )
+    noise = r"2 of 2 arms timed; no arm's tokens per second differ from those of torch by more than noise "
+    assert re.match(noise + r"\(a change of \d+\.\d% would have been found\)", same.verdict.sentence)
     wild = [row.model_copy(update={"tokens_per_s": 10.0 ** (row.replicate or 0)}) for row in repeated({"a": 1, "b": 1})]
     wild[1] = wild[1].model_copy(update={"tokens_per_s": 1000.0})
-    noise = report_of(read_run(record(tmp_path / "d", wild)))
-    assert "(a change of >999% would have been found)" in noise.verdict.sentence
+    wildest = report_of(read_run(record(tmp_path / "d", wild)))
+    assert "(a change of >999% would have been found)" in wildest.verdict.sentence
     slower = report_of(read_run(record(tmp_path / "c", repeated({"torch": 1000.0, "fused": 500.0}))))
     assert slower.verdict.sentence == "2 of 2 arms timed; no arm is faster than torch, and 1 of 1 others are slower."
 

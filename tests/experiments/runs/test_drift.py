@@ -46,8 +46,9 @@ def test_where_the_yardstick_hardly_moves_it_is_one_and_hardly_known() -> None:
     slope = slope_of(series(2.4, moved=0.0001, noise=0.02), SPREAD)
     assert slope.value == pytest.approx(1.0, abs=0.05)
     assert slope.variance == pytest.approx(SPREAD**2, rel=0.05)
-    still = slope_of([([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])], SPREAD)
-    assert (still.value, still.variance) == (1.0, pytest.approx(SPREAD**2))
+    for spread in (slope_spread(1), SPREAD):
+        still = slope_of([([1.0, 2.0, 3.0], [0.0, 0.0, 0.0])], spread)
+        assert (still.value, still.variance) == (1.0, pytest.approx(spread**2))
 
 
 def test_one_disturbed_process_does_not_decide() -> None:

@@ -28,7 +28,7 @@ from tests.experiments.test_workloads import write_trace
 from tests.tkernels.outside import write_variant
 from tkernels.config import Config
 from tkernels.device import INTERPRETER, TARGETS
-from tkernels.tuning import Entry, lockfile, record
+from tkernels.lockfile import Entry, lockfile, record
 
 MakePlan = Callable[..., Plan]
 H200 = TARGETS["sm_90"]
@@ -87,7 +87,9 @@ def test_the_files_that_an_experiment_reads_are_hashed(plan: MakePlan, checkpoin
     }
 
 
-def test_lockfiles_are_hashed_and_the_entries_that_were_used_are_told(outside: Plan, tmp_path: Path) -> None:
+def test_lockfiles_are_hashed_and_the_entries_that_were_used_are_told(
+    outside: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variant = outside.ops["swiglu"].variants["doubled"]
     folder = tmp_path / "tuned"
     assert lockfile_hashes([outside], INTERPRETER, folder) == {}
@@ -100,6 +102,9 @@ def test_lockfiles_are_hashed_and_the_entries_that_were_used_are_told(outside: P
     assert lockfile_hashes([outside], H200, folder)[str(beside)] == sha256(beside)
     used = lockfile_entries([outside], H200, ["swiglu.doubled[I<=8]", "swiglu.doubled[I<=16]"], folder)
     assert used == {"swiglu.doubled[I<=8]": entry.as_json(), "swiglu.doubled[I<=16]": None}
+    # What the device cannot launch, no call was served.
+    monkeypatch.setattr(Config, "unmet_on", lambda config, arch: "not here" if config.num_warps == 8 else None)
+    assert lockfile_entries([outside], H200, ["swiglu.doubled[I<=8]"], folder) == {"swiglu.doubled[I<=8]": None}
 
 
 def test_a_models_files_are_hashed_where_it_is_served(

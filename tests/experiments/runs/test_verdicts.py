@@ -260,6 +260,21 @@ def test_across_dtypes_the_same_arms_are_compared_under_the_title_that_both_runs
     assert found.only_second == ()
 
 
+def test_across_dtypes_that_each_run_has_as_its_only_setting_the_same_arms_are_compared(tmp_path: Path) -> None:
+    first, second = (
+        recorded(
+            tmp_path,
+            name,
+            [{**row, "dtype": name, "settings": {"dtype": name}} for row in timed(seed, torch=1)],
+            resolved={**RESOLVED, "dtype": [name]},
+        )
+        for seed, name in enumerate(("float32", "bfloat16"))
+    )
+    found = compare_runs(first, second, ["dtype"])
+    assert [(one.place, one.arm) for one in found.verdicts] == [("swiglu, decode", "torch")]
+    assert found.only_first == found.only_second == ()
+
+
 def test_yardsticks_that_were_not_the_same_work_are_no_yardstick_of_either_run(tmp_path: Path) -> None:
     rows = [timed(seed, yardstick=True, torch=1) for seed in range(2)]
     first = recorded(tmp_path, "a", rows[0])
@@ -388,9 +403,11 @@ def test_of_several_dtypes_those_that_both_runs_have_are_compared(tmp_path: Path
 
 def test_of_dtypes_of_which_the_runs_share_none_all_are_said(tmp_path: Path) -> None:
     first = recorded(tmp_path, "a", timed(0, torch=1), resolved={**RESOLVED, "dtype": ["float32", "float64"]})
-    second = recorded(tmp_path, "b", timed(0, torch=1), resolved={**RESOLVED, "dtype": "float16"})
-    with pytest.raises(ExperimentError, match=r"^dtype of a and b: float32, float64, then float16 \(--across"):
-        compare_runs(first, second)
+    for dtypes, said in (("float16", "float16"), (["float16", "bfloat16"], "float16, bfloat16")):
+        second = recorded(tmp_path, said, timed(0, torch=1), resolved={**RESOLVED, "dtype": dtypes})
+        message = rf"^dtype of a and {said}: float32, float64, then {said} \(--across"
+        with pytest.raises(ExperimentError, match=message):
+            compare_runs(first, second)
 
 
 def several(what: str, *codes: str) -> dict[str, Any]:

@@ -231,8 +231,9 @@ def test_bytes_hold_what_they_hold_in_an_engine(policy: str, monkeypatch: pytest
     (row,) = rows_of("--trace", AZURE, "--limit", 2, "--policy", policy, *flags)
     options = EngineOptions(prefix_cache=policy, **given)
     engine = resolve_options(
-        options, max_position_embeddings=row["max_model_len"], sizes=hybrid.unit_sizes(16), cache_bytes=10**9
-    )
+        options, max_position_embeddings=row["max_model_len"], block_size=16, sizes=hybrid.unit_sizes(16),
+        cache_bytes=10**9,
+    )  # fmt: skip
     assert (row["page_size"], row["expected_len"], row["chunked_prefill"]) == (16, 100, True)
     assert (row["pool_blocks"], row["states"]) == (engine.num_blocks, engine.num_states)
     assert row["host_blocks"] == engine.num_host_blocks

@@ -13,7 +13,7 @@ def test_a_run_that_was_killed_ends_with_the_rows_of_one_that_was_not(tmp_path: 
     file = write_experiment(tmp_path, **small, shapes={"swiglu": [{"T": 2, "I": 8}]})
     assert trial(file, tmp_path, times=1, seed=3) == []
     whole = facts_of(tmp_path / "whole")
-    assert whole.total() == 4
+    assert whole.total() == 5
     fewer = whole.copy()
     fewer[next(iter(fewer))] += 1  # a row twice is one too much
     assert len(differences(whole, fewer)) == 1

@@ -38,7 +38,7 @@ def test_on_ray_a_run_has_the_rows_that_it_has_here(write: Write, tmp_path: Path
         dead, alive = [row for row in folder.rows if row.stage == "check" and row.variant == "doubled"]
         assert alive.status == "ok"
         assert str(dead.reason).startswith("its process left with exit status 3; last printed: on my way")
-    assert found["local"].total() == 7
+    assert found["local"].total() == 8
     assert differences(found["local"], found["ray"]) == []
 
 

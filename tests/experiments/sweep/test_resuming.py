@@ -132,8 +132,10 @@ def test_a_run_that_has_ended_and_lost_its_end_is_one_that_was_cut_off(
     folder, tasks = start(**KERNELS)
     whole = facts_of(folder.path)
     file = folder.path / "results.jsonl"
-    *others, last = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join(others) + last[:kept])
+    lines = file.read_bytes().splitlines(keepends=True)
+    last = json.loads(lines[-1])["task"]  # of which it has a timed row and a modelled one
+    others = [line for line in lines if json.loads(line)["task"] != last]
+    file.write_bytes(b"".join(others) + lines[-1][:kept])
     again, done = start(resume=True, **KERNELS)
     assert done == tasks[-1:]
     assert differences(whole, facts_of(again.path)) == []
@@ -337,7 +339,8 @@ def test_a_task_is_on_disk_whole_or_not_at_all(start: Start, tmp_path: Path, mon
     rows = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
     assert [(row["variant"], row["task_rows"]) for row in rows] == [("torch", 2), ("torch", 2)]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"] is None
-    assert [row.variant for row in start(**keys)[0].rows] == ["torch", "torch", "fused", "fused"] * 2
+    rows = [row for row in start(**keys)[0].rows if row.stage != "foretold"]
+    assert [row.variant for row in rows] == ["torch", "torch", "fused", "fused"] * 2
 
 
 def test_a_setup_goes_to_another_process_and_back() -> None:

@@ -1,16 +1,20 @@
 """The variants that run one of their op's others: which one at which call."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tkernels import OPS, Run
+from tkernels import OPS, Config, Run, Tuning
+from tkernels.buckets import bucket
 from tkernels.contract import Axes
-from tkernels.device import INTERPRETER
+from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
+from tkernels.lockfile import Entry, lockfile, record, tuning_key
 from tkernels.ops.algorithms import Algorithms
-from tkernels.tuning import NEAREST
+from tkernels.tuning import NEAREST, candidates
 from tkernels.verification.covering import chooser
 
 AUTOS: dict[str, Algorithms] = {
@@ -49,8 +53,31 @@ def test_auto_runs_the_variant_whose_region_a_call_is_in(op: str) -> None:
 @pytest.mark.parametrize("op", AUTOS)
 def test_a_launcher_is_told_the_axes_of_its_call(op: str) -> None:
     seen: list[Run] = []
-    listening = replace(OPS[op].variants["auto"], launch=lambda run, *outputs, **arguments: seen.append(run))
+    launched = {"launch": lambda run, *outputs, **arguments: seen.append(run), "chosen": None}
+    listening = replace(OPS[op].variants["auto"], **launched)
     calls = drawn_calls(op)
     for arguments, _ in calls:
         Kernel(listening, NEAREST, {})(**arguments)
     assert [run.axes for run in seen] == [axes for _, axes in calls]
+
+
+@pytest.mark.parametrize("op", AUTOS)
+def test_auto_launches_its_parts_as_the_tuning_in_use_has_them(op: str, tmp_path: Path) -> None:
+    auto, algorithms, contract = OPS[op].variants["auto"], AUTOS[op], OPS[op].contract
+    arguments, axes = drawn_calls(op)[0]
+    arguments, facts = contract.bind_arguments((), arguments), TARGETS["sm_90"]
+    part = algorithms.chosen(axes, auto.default[""], facts)
+    offered = candidates(part, facts.arch)
+    slowest_first = tuple((config, 10.0 - index, "") for index, config in enumerate(offered[:9]))
+    entry = Entry(*tuning_key(part, bucket(part, axes)), config=slowest_first[-1][0], timings=slowest_first)
+    record(lockfile(part, facts, tmp_path), facts, entry)
+    launched: list[Config] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], arguments: Any, config: Config) -> None:
+        launched.append(config)
+
+    device = torch.device("cpu")
+    outputs = contract.allocate_outputs(axes, arguments, device)
+    kernel = Kernel(auto, Tuning("nearest", tmp_path), {}, note)
+    kernel.launch_into(outputs, arguments, axes, device, facts, auto.default[""])
+    assert launched[0] == slowest_first[-1][0] != part.default_config(facts.arch)

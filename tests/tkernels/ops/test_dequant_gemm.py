@@ -237,9 +237,11 @@ def test_auto_runs_what_its_number_of_tokens_asks_for_or_what_was_tuned() -> Non
     axes = {"N": 64, "K": 64, "group_size": 64, "coding": "uniform"}
     by_default = {
         m: ALGORITHMS.chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name
-        for m in (0, 1, 2, 64, 4096)
+        for m in (0, 1, 2, 64, 65, 4096)
     }
-    assert by_default == {0: "tiled", 1: "gemv", 2: "split_k", 64: "tiled", 4096: "dequantize_then_matmul"}
+    assert by_default == {
+        0: "tiled", 1: "gemv", 2: "split_k", 64: "split_k", 65: "tiled", 4096: "dequantize_then_matmul",
+    }  # fmt: skip
     names = [ALGORITHMS.chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
     assert names == ["gemv", "gemv", "split_k", "dequantize_then_matmul", "tiled"]
     # gemv takes one token: tuned so for a bucket, it would still give way.
@@ -394,9 +396,9 @@ def test_a_call_is_checked_once_for_weights_of_one_structure() -> None:
     one, other = quantize(dense(), group_size=16), quantize(dense() + 1, group_size=16)
     for weight in (one, other, one):
         torch.testing.assert_close(kernel(x + 1, weight), (x + 1) @ dequantize(weight).t())
-    assert len(kernel._checked) == 1
+    assert len(kernel._known) == 1
     kernel(x, quantize(dense(), group_size=32))
     kernel(x, quantize(dense(), group_size=16, symmetric=True))
-    assert len(kernel._checked) == 3
+    assert len(kernel._known) == 3
     with pytest.raises(ContractError, match="'weight.packed' gives K = 64, but K = 72"):
         kernel(torch.zeros(1, 72), one)

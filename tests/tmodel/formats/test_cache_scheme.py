@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from tests.tmodel.formats.models import SHAPE, write_models
 from tests.tmodel.formats.test_models import LIMITS, served, tokens
 from tests.tmodel.packed import Driver, load
 from tmodel import ConfigError, WeightError, kernel_axes, load_config
+from tmodel.decoders.attention import AttentionLayer
 from tmodel.kv_cache import kv_bytes_per_block
+from tmodel.layers import PagedAttention
 
 KIND = Kind("compressed-tensors", 4, 32)
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -57,6 +60,28 @@ def test_keys_and_values_are_kept_in_e4m3_times_their_scales(tmp_path: Path) -> 
         bound = torch.maximum(wide[written].abs() * 2**-4, torch.tensor(scale * 2**-10))
         assert bool(((read - wide[written]).abs() <= bound).all())
         assert not torch.equal(read, wide[written])
+
+
+def test_a_layer_writes_and_reads_its_cache_with_its_scales() -> None:
+    told: list[dict[str, Any]] = []
+
+    class Step:
+        positions = slots = torch.arange(4)
+        kernels = SimpleNamespace(qk_norm_rope_scatter=lambda *parts, **keywords: told.append(keywords))
+
+        def __call__(self, q: torch.Tensor, *parts: Any, **keywords: Any) -> torch.Tensor:
+            told.append(keywords)
+            return q
+
+    scales = {"k_scale": torch.tensor([2.0]), "v_scale": torch.tensor([3.0])}
+    shape: Any = SimpleNamespace(num_heads=1, num_kv_heads=1, head_dim=2, head_norm_eps=None, window=0)
+    as_it_is: Any = lambda x: x  # noqa: E731
+    cache, step = torch.zeros(1), cast("PagedAttention", Step())
+    AttentionLayer(shape, as_it_is, None, None, as_it_is, scales).mix(
+        torch.zeros(4, 6), step, (cache, cache), cache, cache
+    )
+    assert len(told) == 2
+    assert all(one[name] is scale for one in told for name, scale in scales.items())
 
 
 def test_scales_twice_as_large_change_next_to_nothing(tmp_path: Path) -> None:

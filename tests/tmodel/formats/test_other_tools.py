@@ -220,6 +220,7 @@ COMPRESSED_4 = settings(Kind("compressed-tensors", 4, 32))
         ({"quant_method": "hqq", "quant_config": {}}, "quant_method 'hqq': HQQ.* Take the dense model, then `tk quan"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes': bitsandbytes .* dequantize\\(\\)"),
         ({"load_in_8bit": True}, "'bitsandbytes': bitsandbytes .* is not read"),
+        ({"load_in_4bit": True}, "'bitsandbytes': bitsandbytes .* is not read"),
         ({"quant_method": "mxfp4"}, "quant_method 'mxfp4': MXFP4.* Mxfp4Config\\(dequantize=True\\), then `tk"),
         ({"quant_method": "BitsAndBytes", "load_in_4bit": True}, "'BitsAndBytes': bitsandbytes .* is not read"),
         ({"quant_method": "bitsandbytes_8bit"}, "'bitsandbytes_8bit': bitsandbytes .* is not read"),

@@ -163,6 +163,14 @@ def test_a_size_that_does_not_divide(write_checkpoint: WriteCheckpoint, shape: d
         load_config(directory)
 
 
+def test_inputs_that_fill_no_words_of_squeezellm_are_refused_but_for_the_head() -> None:
+    quantization = SqueezeLLM(wbits=3)
+    with pytest.raises(ConfigError, match=r"^a\.b: its 100 inputs are no multiple of 32, the codes of 3 bits"):
+        quantization.check("a.b", 8, 100)
+    quantization.check("a.b", 8, 96)
+    quantization.check("lm_head", 8, 100)
+
+
 @pytest.mark.parametrize(
     ("name", "own", "expected"),
     [
@@ -262,11 +270,13 @@ LOOKUP = Kind("squeezellm", 4)
         ),
         (G_IDX, "qweight", lambda w: w[:-1], r"has shape \[31, 32\], where \[K \* 4 / 32, N\] = \[32, 32\] is"),
         (G_IDX, "scales", lambda s: s[:, 1:], r"has shape \[8, 31\], where \[K / group_size, N\] = \[8, 32\]"),
+        (G_IDX, "qzeros", lambda z: z[:-1], r"has shape \[7, 4\], where \[K / group_size, N \* 4 / 32\] = \[8, 4\] is"),
         (G_IDX, "qweight", lambda w: w.long(), "is stored as I64; supported are I32"),
         (G_IDX, "scales", lambda s: s.int(), "is stored as I32; supported are F16, BF16, F32"),
         (ORDERED, "weight_shape", lambda s: s.flip(0), r"is \[256, 32\], config\.json asks for \[32, 256\]"),
         (LOOKUP, "rows", put(3), "must rise from 0 to the"),
         (LOOKUP, "rows", lambda r: r.flip(0), "must rise from 0 to the"),
+        (LOOKUP, "rows", lambda r: torch.cat((r[:1], r[1:-1].flip(0), r[-1:])), "must rise from 0 to the"),
         (LOOKUP, "cols", put(256), "there are 256 inputs"),
         (LOOKUP, "full_row_indices", put(32), "there are 32 outputs"),
         (LOOKUP, "lookup_table", lambda t: t[:, :8], r"has shape \[32, 8\], where \[N, 2\*\*4\] = \[32, 16\]"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from tests.tmodel.quantizers.test_layers import layers_of
@@ -158,6 +159,30 @@ def test_what_gptq_is_told_is_in_the_checkpoint(
             assert torch.equal(dequantize(read, torch.float64), weight)
             assert read.symmetric == settings["sym"]
             assert (read.permutation is not None) == settings["desc_act"]
+
+
+def test_a_job_that_walks_through_no_layers_has_no_windows(dense: Path) -> None:
+    told = plan_job(dense, METHODS["rtn"], 4, 32).options()
+    assert told["tokens of a calibration window"] is told["sha256 of the calibration windows"] is None
+
+
+def test_a_method_is_told_the_checkpoints_dtype(dense: Path, tmp_path: Path) -> None:
+    told: list[torch.dtype] = []
+
+    def quantize(layer: Layer, bits: int, group_size: int) -> QuantizedLayer:
+        told.append(layer.dtype)
+        raise KeyboardInterrupt
+
+    asked = job(dense, "rtn", 4, 32)
+    asked = dataclasses.replace(asked, method=dataclasses.replace(asked.method, quantize=quantize))
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(asked, tmp_path / "out", silently)
+    assert told == [torch.float32]
+
+
+def test_a_methods_options_do_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        METHODS["gptq"].options.damping = 0.5  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,16 @@ def test_kmeans_with_even_sensitivities_is_the_plain_one_and_keeps_few_values_ex
     torch.testing.assert_close(centres.gather(1, nearest_centre(few.double(), centres)), few.double())
 
 
+def test_squeezellm_keeps_five_of_ten_thousand_for_their_sensitivity_and_forty_for_their_size(
+    weight: torch.Tensor,
+) -> None:
+    sensitivity = torch.rand((N, K), generator=torch.Generator().manual_seed(6))
+    made = squeezellm(weight, sensitivity, 3)
+    assert made.outliers is not None
+    apart = select_largest(sensitivity, 0.0005) | select_largest(weight.abs(), 0.004)
+    assert len(made.outliers.cols) == int(apart.sum()) > 0
+
+
 @pytest.mark.parametrize("bits", [3, 4])
 def test_squeezellm_keeps_what_matters_and_what_sticks_out(weight: torch.Tensor, bits: int) -> None:
     sensitivity = torch.rand((N, K), generator=torch.Generator().manual_seed(6)).pow(4)

@@ -1,6 +1,7 @@
 """A worker that plays one: it speaks the link, and a prompt says how it behaves. It starts in a fraction of a second.
 
 The model's name is a folder, in which it counts its lives. Its second one does not get ready where its name is "slow".
+Graphs are recorded where it is "recording".
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class ScriptedWorker:
             time.sleep(60)
         if load["name"] == "killed":
             os.kill(os.getpid(), 9)
+        for done in (0, 1, 4) if load["name"] == "recording" else ():
+            self.send("recording", done=done, total=4)
         self.kernels = load["options"].get("kernels") or {}
         self.counts["arm"] = self.kernels
         if "crashing" in self.kernels.values():

@@ -4,16 +4,21 @@ import gzip
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from tests.tsched.serving.conftest import RunningServer
+from tsched.requests.chat_template import ChatEncoder, ChatTemplate
 from tsched.requests.errors import RefusedError
+from tsched.serving.engine_client import ModelFacts
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
-from tsched.serving.requests import refuse
+from tsched.serving.protocol.errors import ApiError
+from tsched.serving.requests import encode_chat, refuse
+from tsched.serving.text import TextCodec
 
 TEXT: dict[str, Any] = {"model": "random", "prompt": "def", "max_tokens": 2}
 TALK: dict[str, Any] = {"model": "random", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
@@ -383,7 +388,26 @@ def test_of_many_wrong_entries_few_are_collected(kind: Any, wrong: dict[str, Any
     assert refused.value.error_count() < 20
 
 
+def test_a_wrong_token_is_named_unless_it_is_as_long_as_a_line(server: RunningServer) -> None:
+    for wrong, name in ((300, "300"), (-1, "-1"), (10**30, "a number of dozens of digits")):
+        refused = server.post("/v1/completions", TEXT | {"prompt": [5, wrong]})
+        assert refused.error["message"] == f"token id {name} is out of vocabulary; ids go from 0 to 299"
+
+
 @pytest.mark.parametrize("field", ["logit_bias", "nothing"])
 def test_an_object_of_many_keys_is_not_read(field: str, server: RunningServer) -> None:
     answer = server.post("/v1/completions", TEXT | {field: {str(i): "a" for i in range(20_000)}})
     assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+
+
+def test_messages_need_a_tokenizer_and_a_template_that_makes_tokens_of_them(checkpoint: Path) -> None:
+    facts, codec = ModelFacts("random", 1, 128, 300, (0,), str(checkpoint), 4, 256, 4), TextCodec(checkpoint)
+    silent = ChatEncoder(codec.tokenizer, ChatTemplate("{% if false %}{% endif %}", {}))
+    for parts, said in (
+        ((None, None), "^the model has no tokenizer: send token ids$"),
+        ((codec, None), "start the server with --chat-template FILE, or use /v1/completions$"),
+        ((codec, silent), "^the rendered messages have no tokens$"),
+    ):
+        with pytest.raises(ApiError, match=said) as refused:
+            encode_chat(ChatRequest.model_validate(TALK), facts, *parts)
+        assert (refused.value.status, refused.value.param) == (400, "messages")

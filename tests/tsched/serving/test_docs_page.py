@@ -54,6 +54,7 @@ def test_the_page_has_every_route_and_field_and_needs_no_network(server: Running
         assert json.dumps(body["example"]) in html.unescape(text)
         stream = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
         assert stream["itemSchema"]["properties"]["data"]["anyOf"][0] == {"const": "[DONE]"}
+        assert {"429", "503", "504"} <= document["paths"][path]["post"]["responses"].keys()
     assert server.get("/health/").status == 404, "a route has one name"
     anchors = {given["id"] for _, given in page.tags if "id" in given}
     links = {str(given["href"]) for tag, given in page.tags if tag == "a"}
@@ -93,6 +94,17 @@ def test_the_page_of_docs_lists_every_route_and_every_metric_of_our_own(server: 
     assert len(metrics) > 8
     shown = {name.removesuffix("…") for name in re.findall(r"`(tkernels_\w+…?)", text)}
     assert not {name for name in metrics if not any(name == one or name.startswith(one) for one in shown)}
+
+
+def test_a_required_field_is_told_from_one_with_a_default() -> None:
+    fields = {"prompt": {}, "n": {"type": "integer", "default": 1}}
+    document = {
+        "info": {"title": "t", "version": "1"},
+        "paths": {},
+        "components": {"schemas": {"One": {"required": ["prompt"], "properties": fields}}},
+    }
+    rows = re.findall(r"<tr><td><code>(.*?)</code></td><td>(.*?)</td><td>(.*?)</td></tr>", render_docs(document))
+    assert rows == [("prompt", "any JSON", "required"), ("n", "integer", "<code>1</code>")]
 
 
 def test_what_a_document_says_is_text_on_the_page() -> None:

@@ -12,6 +12,9 @@ from tests.tsched.serving.test_operations import TALK, TEXT, Start, at_rest, sta
 from tsched.serving import admission
 from tsched.serving import exchange as exchange_room
 from tsched.serving.admission import Admission, Refused, Ticket
+from tsched.serving.engine_client import ModelFacts
+from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.requests import estimate_prompt_tokens
 from tsched.serving.text import MAX_CUT_CHARS
 
 __all__ = ["start"]  # the fixture
@@ -58,6 +61,13 @@ def test_a_text_that_is_far_too_long_is_refused_untokenized_to_be_truncated_too(
     assert not client.submitted
 
 
+def test_of_a_list_ids_are_counted_and_texts_estimated_by_their_bytes() -> None:
+    facts = ModelFacts("random", 1, 128, 300, (0,), None, 4, 256, 4)
+    for prompt, num_tokens in (([[5] * 7, [6]], 8), (["abcde", "äöü"], 2 + 2), (["a" * 2000, "a"], 128 + 1)):
+        request = CompletionRequest.model_validate({"model": "random", "prompt": prompt})
+        assert estimate_prompt_tokens(request, facts) == num_tokens
+
+
 # Rates.
 
 
@@ -93,6 +103,7 @@ def test_counted_tokens_take_the_place_of_estimated_ones_and_are_given_back_befo
     first = enter(500)
     assert first.count(100, 20) is None
     second = enter(480)  # fits beside 120
+    assert second.count(470, 10) is None
     second.refund()
     second.refund()
     second.give_back()
@@ -135,6 +146,13 @@ def test_a_rate_counts_tokens_and_not_bytes(start: Start) -> None:
         assert not client.submitted
     talk = {"max_tokens": None, "max_completion_tokens": 60}
     assert server.post("/v1/chat/completions", TALK | talk).error["param"] == "max_completion_tokens"
+
+
+def test_what_is_tokenized_alone_uses_up_its_rate_too(start: Start) -> None:
+    server, _ = start(limits={"tokens_per_minute": 50})
+    text = {"prompt": "a " * 80}
+    assert server.post("/tokenize", text).status == 200
+    assert server.post("/tokenize", text).error["code"] == "tokens_per_minute"
 
 
 def test_a_request_that_is_refused_after_the_door_uses_up_no_rate(start: Start) -> None:

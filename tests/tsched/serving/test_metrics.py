@@ -340,6 +340,17 @@ def test_a_request_that_was_taken_has_one_reason(
     assert "tkernels_requests_refused_total" not in {one.name for one in counted}
 
 
+def test_what_ends_a_request_that_has_tokens_is_no_refusal(tmp_path: Path) -> None:
+    metrics = Metrics(LocalClient(tmp_path))
+    meter = metrics.begin_request()
+    meter.take(0, Delta([SampleDelta(0, [1], "", None)], False))
+    meter.end(503, "unavailable", [], 1)
+    counted = [one for family in metrics.registry.collect() for one in family.samples if one.value]
+    reasons = [one.labels["finished_reason"] for one in counted if one.name == "vllm:request_success_total"]
+    assert reasons == ["abort"]
+    assert "tkernels_requests_refused_total" not in {one.name for one in counted}
+
+
 def test_the_tokens_of_a_step_are_those_since_the_last_one(tmp_path: Path) -> None:
     metrics = Metrics(LocalClient(tmp_path))
     seen = []

@@ -6,7 +6,7 @@ A field that OpenAI adds is in no table here, and fails the walk.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -15,11 +15,13 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.chat.chat_completion_stream_options_param import ChatCompletionStreamOptionsParam
+from pydantic import TypeAdapter, ValidationError
 
 from tests.tsched.serving.conftest import OPTIONS, Answer, RunningServer
 from tsched import LLM, SamplingParams
 from tsched.serving.protocol.chat import ChatRequest
 from tsched.serving.protocol.completions import CompletionRequest
+from tsched.serving.protocol.sampling import WireModel
 
 PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 KINDS = {
@@ -74,6 +76,25 @@ UNSUPPORTED: dict[str, Any] = {
     "verbosity": "low",
     "web_search_options": {},
 }
+
+
+def list_models(model: type[WireModel]) -> Iterator[type[WireModel]]:
+    for one in model.__subclasses__():
+        yield one
+        yield from list_models(one)
+
+
+def test_a_field_that_is_left_out_has_a_value_that_it_takes() -> None:
+    fields = [field for model in list_models(WireModel) for field in model.model_fields.values()]
+    for field in fields:
+        if not field.is_required():
+            TypeAdapter(field.annotation).validate_python(field.default)
+
+
+def test_a_list_of_allowed_tokens_has_a_thousand_at_most() -> None:
+    CompletionRequest.model_validate(BASES["text"] | {"allowed_token_ids": [5] * 1000})
+    with pytest.raises(ValidationError, match="allowed_token_ids"):
+        CompletionRequest.model_validate(BASES["text"] | {"allowed_token_ids": [5] * 1001})
 
 
 class Asker:

@@ -27,6 +27,7 @@ from tsched.serving.app import create_api_server, create_app
 from tsched.serving.auth import MAX_PART, OPEN_PATHS, KeyFileError, Keys, Tenant, read_keys
 from tsched.serving.engine_client import Delta, ModelFacts, SampleDelta
 from tsched.serving.exchange import Exchange
+from tsched.serving.front_end import FrontEnd
 from tsched.serving.limits import ServerLimits
 from tsched.serving.metrics import RequestMeter
 from tsched.serving.responses import Answer as WireAnswer
@@ -298,6 +299,17 @@ def test_an_idle_connection_is_closed(start: Start) -> None:
         assert time.monotonic() - began >= 0.4
 
 
+def test_a_request_that_comes_while_another_is_answered_has_no_deadline_until_its_turn(start: Start) -> None:
+    server, client = start(limits={"header_timeout": 0.3}, first=0.7)
+    connection = open_request(server, TEXT)
+    wait_for(lambda: bool(client.running))
+    connection.sendall(b"GET /live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+    with connection:
+        received = read_all(connection)
+    assert received.count(b"HTTP/1.1 200") == 2
+    assert received.endswith(b'{"status":"live"}')
+
+
 def test_headers_and_bodies_have_deadlines(start: Start) -> None:
     server, _ = start(limits={"header_timeout": 0.2})
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as silent:
@@ -473,6 +485,7 @@ def test_the_servers_own_failure_is_said_too_and_logged(
     wait_for(lambda: at_rest(server))
     assert not client.running, "its prompts are aborted"
     assert "a secret of the server" in caplog.text
+    assert [one.name for one in caplog.records if one.exc_info] == ["tsched.serving"]
     assert num_readers == [0, 0], "nobody reads a stream that is closed"
 
 
@@ -550,7 +563,8 @@ def test_the_key_guards_every_route_but_three(root: str, prefix: str, start: Sta
                     assert answer.status == 200, path
                 else:
                     assert answer.status == 401, path
-    assert server.get(f"{prefix}/no/such/route").status == 401
+    refused = server.get(f"{prefix}/no/such/route")
+    assert (refused.status, refused.headers["content-length"]) == (401, str(len(refused.body)))
     assert server.get(f"{prefix}/v1/models", bearer(ALICE)).status == 200
     assert server.get(f"{prefix}/v1/models", bearer(ADMIN)).status == 401
     swap = {"kernels": {"paged_decode": "torch"}}
@@ -798,6 +812,17 @@ def test_limits_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             ServerLimits(**wrong)
+
+
+def test_as_many_threads_tokenize_as_the_limits_say(tmp_path: Path) -> None:
+    front = FrontEnd(ScriptedClient(tmp_path), ServerLimits(tokenizer_threads=3))
+    before, may_end = {*threading.enumerate()}, threading.Event()
+    for _ in range(5):
+        front.pool.submit(may_end.wait)
+    names = [one.name for one in {*threading.enumerate()} - before]
+    may_end.set()
+    front.pool.shutdown()
+    assert sorted(names) == ["tokenize_0", "tokenize_1", "tokenize_2"]
 
 
 def test_no_other_origins_scripts_are_answered(start: Start) -> None:

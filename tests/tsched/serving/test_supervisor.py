@@ -82,6 +82,16 @@ async def until_ready(client: SupervisedClient) -> None:
         await asyncio.sleep(0.01)
 
 
+def test_the_log_says_how_far_the_recording_of_graphs_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main(client: SupervisedClient) -> None:
+        await until_ready(client)
+
+    with caplog.at_level("INFO", "tsched.serving"):
+        serve(tmp_path, main, name="recording")
+    said = [line for line in caplog.messages if "graphs" in line]
+    assert said == [f"CUDA graphs of steps: {done} of 4 recorded" for done in (0, 4)]
+
+
 def test_a_worker_that_was_started_before_the_loop_is_the_one_that_serves(tmp_path: Path) -> None:
     client = SupervisedClient(tmp_path)
     client.start_early()
@@ -119,6 +129,17 @@ def test_what_waits_in_a_stream_is_counted() -> None:
     assert stream.num_unread == 2 + (2 + 2 * 3) + 2
     asyncio.run(anext_of(stream))
     assert stream.num_unread == 0
+
+
+def test_a_stream_that_failed_is_over() -> None:
+    async def main() -> None:
+        stream = WorkerStream(lambda: None)
+        stream.fail(EngineFailedError("the worker was killed"))
+        with pytest.raises(EngineFailedError, match="the worker was killed"):
+            await anext(stream)
+        assert [delta async for delta in stream] == []
+
+    asyncio.run(main())
 
 
 async def anext_of(stream: WorkerStream) -> Delta:

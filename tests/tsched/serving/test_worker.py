@@ -25,8 +25,10 @@ from tests.tsched.test_llm import PROMPTS
 from tkernels.ranges import NVTX
 from tsched import LLM, SamplingParams
 from tsched.execution.engine_thread import EngineThread
-from tsched.execution.news import Ticket
+from tsched.execution.news import News, Ticket
 from tsched.execution.phase_times import PhaseTimes
+from tsched.requests.outputs import RequestMetrics
+from tsched.requests.prompts import PreparedRequest
 from tsched.serving import link
 from tsched.serving import worker as worker_room
 from tsched.serving.engine_client import (
@@ -36,8 +38,10 @@ from tsched.serving.engine_client import (
     EngineRequest,
     KernelSwap,
     RequestRefusedError,
+    RequestTimes,
     SampleDelta,
 )
+from tsched.serving.engine_records import make_delta
 from tsched.serving.link import Message
 from tsched.serving.local_client import LocalClient
 from tsched.serving.supervisor import SupervisedClient
@@ -117,6 +121,7 @@ def test_a_workers_streams_are_the_engines_own_and_a_step_is_one_message(
         news = [len(one["tokens"]) + len(one["deltas"]) for one in messages if one["kind"] == "news"]
         assert len([count for count in news if count]) <= client.stats().num_steps
         assert max(news) == OPTIONS["max_num_seqs"]
+        assert client.stats().phase_seconds["step"] > 0
 
         (going,) = client.submit(EngineRequest("going", PROMPTS[0], LONG | {"n": 2}))
         client.abort("going")  # at once: all of it may have come before this process wakes again
@@ -198,6 +203,26 @@ def test_what_the_front_end_says_of_a_request_reaches_the_engine(checkpoint: Pat
     assert aborted == [submitted[1]], "nobody knows d"
 
 
+def test_a_request_before_the_engine_is_ready_ends_the_link() -> None:
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(link.encode_message({"kind": "submit", "requests": []}))
+        worker = Worker(reader, cast("link.LinkWriter", Sink()))
+        with pytest.raises(link.LinkError, match="'submit' came before the engine was ready"):
+            await worker._follow()
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_request_that_never_ran_tells_that_it_waited_all_along() -> None:
+    """And no log-probabilities, which it did not ask for."""
+    ticket = Ticket(PreparedRequest("a", None, [5], SamplingParams(), 1.0))
+    news = News(ticket, 0, [], "", RequestMetrics(1.0, None, 4.0), finish_reason="abort", is_last=True)
+    delta = make_delta(news)
+    assert delta.times == RequestTimes(queue=3.0, prefill=0.0, decode=0.0)
+    assert delta.samples[0].logprobs is None
+
+
 def test_frames_that_the_link_does_not_take_at_once_arrive_whole_and_in_order() -> None:
     """Two threads write faster than the other end reads; when that is gone, writing goes on into nothing."""
     ours, theirs = socket.socketpair()
@@ -262,7 +287,7 @@ def test_a_worker_collects_rarely_and_leaves_the_model_out(checkpoint: Path, mon
         set_threshold=lambda count: called.append(("set_threshold", count)),
     )
     monkeypatch.setattr(worker_room, "gc", collector)
-    served, times = worker_room._load_model(str(checkpoint), OPTIONS, [])
+    served, times = worker_room._load_model(str(checkpoint), OPTIONS, [], lambda done, every: None)
     assert served.stats().num_steps > 0, "it is warm"
     assert sum(times.seconds.values()) > 0
     assert [name for name, _ in called] == ["collect", "freeze", "set_threshold"]

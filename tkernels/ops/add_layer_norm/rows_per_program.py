@@ -14,7 +14,7 @@ from tkernels.ops.rows import TILE_CONFIGS, TILE_DEFAULTS, launch_tiles_of_rows,
 WIDEST = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def add_layer_norm_rows_per_program(
     out_ptr,
     new_residual_ptr,

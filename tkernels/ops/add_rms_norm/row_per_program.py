@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
-from tkernels.ops.rows import ROW_CONFIGS, launch_rows, too_wide
+from tkernels.ops.rows import EARLY_ROW_CONFIGS, launch_rows, too_wide
 
 WIDEST = 32768
 
@@ -32,6 +33,8 @@ def add_rms_norm_row_per_program(
     row = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
     offs = tl.arange(0, BLOCK_H)
     mask = offs < hidden
+    weight = tl.load(weight_ptr + offs, mask=mask)  # [BLOCK_H], which no launch writes
+    wait_for_earlier_launches()
     x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
     residual = tl.load(residual_ptr + row * stride_residual_t + offs, mask=mask, other=0.0).to(tl.float32)
     total = x + residual
@@ -39,8 +42,7 @@ def add_rms_norm_row_per_program(
     new_residual = total.to(new_residual_ptr.dtype.element_ty)
     tl.store(new_residual_ptr + row * stride_out_t + offs, new_residual, mask=mask)
     scale = tl.rsqrt(tl.sum(total * total, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
-    out = (total * scale * weight).to(out_ptr.dtype.element_ty)
+    out = (total * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)
 
 
@@ -64,7 +66,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 VARIANT = Variant(
     wins="rows up to 32k wide: every element is read and written once",
     launch=launch,
-    configs=ROW_CONFIGS,
+    configs=EARLY_ROW_CONFIGS,
     supports=supports,
     # 8 warps keep a thread at 16 elements of each operand for widths of 2k to 4k: two 16-byte loads of each in flight,
     # and at 211 registers for 32k.

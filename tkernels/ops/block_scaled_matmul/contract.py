@@ -7,6 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, DType, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+from tkernels.ops.products import ROW_CLASSES
 from tkernels.ops.scaled_matmul.contract import FP8_SPREAD, STEP, draw_codes
 from tkernels.quantized.row_codes import BLOCK, SMALLEST_SCALE
 from tkernels.quantized.scaled_weight import spread_blocks
@@ -87,7 +88,7 @@ CONTRACT = Contract(
     baseline=reference,  # torch multiplies codes by blocks on a few GPUs alone; elsewhere this is its way
     axes=(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 1), "tokens", batch=True, wide=(1, 16)),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 1), "tokens", batch=True, wide=(1, 16), classes=ROW_CLASSES),
         Int("N", 1, 2**24, (1, 8, 40, 136), "output features", wide=(136,)),
         Int("K", BLOCK, 2**24, (128, 256), "input features", wide=(640,)),
         Choice("codes", ("float8_e4m3fn",), "dtype of q and weight"),
@@ -120,7 +121,7 @@ CONTRACT = Contract(
             "out": "bfloat16",
             "bias": False,
         }
-        for tokens in (1, 16, 64, 2048)
+        for tokens in (1, 16, 64, 128, 2048)
         # Qwen3-4B's qkv, attention output, gate-up and down projections.
         for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728))
     },

@@ -11,7 +11,7 @@ import triton.language as tl
 from tkernels import Config, Run, Variant
 from tkernels.ops.arguments import pointers
 from tkernels.ops.code_sums import sums_are_short, unsupported_sums, with_products, zero_sums
-from tkernels.ops.products import tile_configs, tile_grid
+from tkernels.ops.products import order_of_tile, tile_configs, tile_grid
 from tkernels.quantized.row_codes import BLOCK
 
 CONFIGS = tile_configs(
@@ -28,7 +28,7 @@ CONFIGS = tile_configs(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def block_scaled_matmul_tiled(
     out_ptr,
     q_ptr,
@@ -104,11 +104,11 @@ def launch(
 
 VARIANT = Variant(
     wins="from a few dozen tokens on: 8-bit products at the matrix units' full rate, one scaling for 128 of them",
-    region={"M": (33, 2**31 - 1)},
+    region={"M": (65, 2**31 - 1)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured. 128 deep is a group and a line of 128 bytes for each row of codes. Two tiles of sums
-    # are kept, the group's and the total, which 8 warps hold for 64 x 128. One config for every M, or a row's bits
+    # are kept, the group's and the total, which 8 warps hold for 64 x 128. One default for every M, or a row's bits
     # would depend on the batch. gfx942 has 64 kB of shared memory: two stages.
     default={
         "": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=3),
@@ -118,7 +118,8 @@ VARIANT = Variant(
     },
     limits={"BLOCK_N": (16, BLOCK), "BLOCK_K": (16, BLOCK)},
     supports=unsupported_sums,
-    key=("N", "K"),
+    key=("M", "N", "K"),
+    sum_order=order_of_tile,
     deterministic=True,
     batch_invariant=True,
 )

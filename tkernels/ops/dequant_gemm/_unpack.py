@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels.language import INTERPRETING
+from tkernels.language import INTERPRETING, prefetch_rows
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight
 
@@ -91,6 +91,17 @@ def word_tile(
         high = tl.load(high_ptr + (offs_w // 2)[:, None] * stride_high_w + offs_n[None, :], mask=mask, other=0)
         high = high >> (8 * (offs_w % 2))[:, None]
     return packed, high
+
+
+@triton.jit
+def prefetch_words(
+    packed_ptr, stride_packed_w, first, end, first_n, outputs, ROWS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Asks for the first word rows of a program, before it has to wait: see `prefetch_rows`."""
+    if ROWS > 0:
+        offs_w = first + tl.arange(0, ROWS)
+        row_ptrs = packed_ptr + offs_w[:, None] * stride_packed_w
+        prefetch_rows(row_ptrs, (offs_w < end)[:, None], first_n, outputs, BLOCK_N)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ VARIANT = Variant(
     limits=ALGORITHMS.limits,
     supports=needs_interleaved,
     workspace=ALGORITHMS.workspace,
+    chosen=ALGORITHMS.chosen,
     prepare=interleaved,
     key=("M", "N", "K", "bits", "coding", "permuted", "sparse", "group_size"),
     deterministic=True,

@@ -11,6 +11,7 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm._argument import QuantizedWeightArgument
 from tkernels.ops.matmul import contract as matmul
+from tkernels.ops.products import ROW_CLASSES
 from tkernels.quantized.codes import ORDERS, pack_codes
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
@@ -66,7 +67,7 @@ def _drawn_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
     scales = (draws.normal((groups, outputs), torch.float64).abs() + 0.1) * step
     table = draws.normal((levels, outputs), torch.float64) * unit
     permutation = draws.permutation(places)
-    packed, high = pack_codes(codes, bits)
+    packed, high = pack_codes(codes.to(draws.device), bits)
     is_lookup, has_zeros = axes["coding"] == "lookup", axes["coding"] == "uniform" and not axes["symmetric"]
     weight = QuantizedWeight(
         packed,
@@ -183,7 +184,7 @@ CONTRACT = Contract(
     # Values that are listed again are likelier draws. The ordinary weight comes last, interleaved: compiling ahead of
     # time takes the last draw, and that one every variant but those of lookups supports.
     axes=(
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True, wide=(1, 16)),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 33, 1), "tokens", batch=True, wide=(1, 16), classes=ROW_CLASSES),
         Int("N", 1, 2**24, (13, 8, 16, 40, 72), "output features", wide=(136,)),
         Choice("bits", (8, 3, 2, 4, 4, 4, 4, 4), "of a code"),
         Choice(

@@ -177,7 +177,7 @@ VARIANT = Variant(
     supports=supports,
     workspace=workspace,
     prepare=interleaved,
-    key=("N", "K", "bits", "coding", "group_size"),
+    key=("N", "K", "bits", "coding", "permuted", "sparse", "group_size"),
     deterministic=True,
     batch_invariant=False,  # cuBLAS picks its kernel by the number of tokens
 )

@@ -12,18 +12,29 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
-from tkernels.ops.dequant_gemm._unpack import group_tile, groups_arguments, inputs_at, word_tile, words_arguments
+from tkernels.ops.dequant_gemm._unpack import (
+    group_tile,
+    groups_arguments,
+    inputs_at,
+    prefetch_words,
+    word_tile,
+    words_arguments,
+)
 from tkernels.ops.split_sums import partial_arguments, partial_buffers, summed_by_the_last, words_per_split
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
-CONFIGS = tuple(
-    Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
-    for columns, words, warps in ((64, 16, 1), (128, 8, 1), (128, 16, 2), (256, 16, 4))
-    for programs in (2, 4, 8)
+CONFIGS = (
+    *(
+        Config(BLOCK_N=columns, BLOCK_W=words, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
+        for columns, words, warps in ((64, 16, 1), (128, 8, 1), (128, 16, 2), (256, 16, 4))
+        for programs in (2, 4, 8)
+    ),
+    Config(BLOCK_N=128, BLOCK_W=8, PROGRAMS_PER_SM=8, num_warps=1, num_stages=3, launch_pdl=1),
 )
 MAX_SPLITS = 64
 
@@ -142,6 +153,7 @@ def dequant_gemm_gemv(
     BLOCK_N: tl.constexpr,
     BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
 ):
     """A word row is a row of `packed`. partial [splits, N] and arrived: None, one split."""
     FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
@@ -150,6 +162,10 @@ def dequant_gemm_gemv(
     mask_n = offs_n < outputs
     first = split * words_of_split
     end = tl.minimum(first + words_of_split, words)
+    prefetch_words(
+        packed_ptr, stride_packed_w, first, end, tl.program_id(0) * BLOCK_N, outputs, EARLY_TILES * BLOCK_W, BLOCK_N
+    )
+    wait_for_earlier_launches()
     sums = tl.zeros((BLOCK_W, BLOCK_N), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W, num_stages=STAGES):
         cols, mask_k = inputs_at(permutation_ptr, start * FIELDS + tl.arange(0, BLOCK_W * FIELDS), end * FIELDS)
@@ -225,6 +241,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         BLOCK_N=block_n,
         BLOCK_W=block_w,
         STAGES=run.config.num_stages,
+        EARLY_TILES=run.early_tiles,
     )
 
 
@@ -244,7 +261,7 @@ VARIANT = Variant(
     },
     supports=supports,
     workspace=workspace,
-    key=("N", "K", "bits", "group_size"),
+    key=("N", "K", "bits", "permuted", "sparse", "group_size"),
     prepare=interleaved,
     deterministic=True,
     batch_invariant=True,

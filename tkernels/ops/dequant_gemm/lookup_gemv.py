@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums_of_one, outliers_arguments
 from tkernels.ops.dequant_gemm._unpack import (
     inputs_at,
     looked_up,
+    prefetch_words,
     table_arguments,
     table_tile,
     word_tile,
@@ -28,10 +30,13 @@ from tkernels.ops.split_sums import partial_arguments, partial_buffers, summed_b
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
-CONFIGS = tuple(
-    Config(BLOCK_N=columns, BLOCK_K=depth, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
-    for columns, depth, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (32, 128, 4))
-    for programs in (2, 4, 8)
+CONFIGS = (
+    *(
+        Config(BLOCK_N=columns, BLOCK_K=depth, PROGRAMS_PER_SM=programs, num_warps=warps, num_stages=3)
+        for columns, depth, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (32, 128, 4))
+        for programs in (2, 4, 8)
+    ),
+    Config(BLOCK_N=64, BLOCK_K=64, PROGRAMS_PER_SM=4, num_warps=4, num_stages=3, launch_pdl=1),
 )
 MAX_SPLITS = 64
 
@@ -61,6 +66,7 @@ def dequant_gemm_lookup_gemv(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
 ):
     """A word row is a row of `packed`. partial [splits, N] and arrived: None, one split."""
     FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
@@ -70,6 +76,10 @@ def dequant_gemm_lookup_gemv(
     mask_n = offs_n < outputs
     first = split * words_of_split
     end = tl.minimum(first + words_of_split, words)
+    prefetch_words(
+        packed_ptr, stride_packed_w, first, end, tl.program_id(0) * BLOCK_N, outputs, EARLY_TILES * BLOCK_W, BLOCK_N
+    )
+    wait_for_earlier_launches()
     table = table_tile(table_ptr, stride_table_c, offs_n, mask_n, BITS)
     sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
     for start in tl.range(first, end, BLOCK_W, num_stages=STAGES):
@@ -136,6 +146,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         BLOCK_N=block_n,
         BLOCK_K=run.config["BLOCK_K"],
         STAGES=run.config.num_stages,
+        EARLY_TILES=run.early_tiles,
     )
 
 
@@ -152,7 +163,7 @@ VARIANT = Variant(
     },
     supports=supports,
     workspace=workspace,
-    key=("N", "K", "bits"),
+    key=("N", "K", "bits", "permuted", "sparse"),
     prepare=interleaved,
     deterministic=True,
     batch_invariant=True,

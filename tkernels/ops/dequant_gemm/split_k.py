@@ -1,6 +1,6 @@
 """Tiles of few rows on the matrix units, K split over programs, whose partial sums the last to arrive adds up in order.
 
-Wins from two tokens to 32: there are too few tiles of the output to fill the device, and, as at one token, the weight's
+Wins from two tokens to 64: there are too few tiles of the output to fill the device, and, as at one token, the weight's
 bytes are what counts, so the rows ride along for nothing.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
-from tkernels.language import dot
+from tkernels.language import dot, wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._argument import needs_interleaved
 from tkernels.ops.dequant_gemm._outlier_sums import OUTLIERS_AT_A_TIME, outlier_sums, outliers_arguments
@@ -21,6 +21,7 @@ from tkernels.ops.dequant_gemm._unpack import (
     inputs_at,
     looked_up,
     magic_of,
+    prefetch_words,
     table_arguments,
     table_tile,
     unpacked,
@@ -29,6 +30,7 @@ from tkernels.ops.dequant_gemm._unpack import (
 )
 from tkernels.ops.products import tile_grid, tile_sizes
 from tkernels.ops.split_sums import (
+    order_of_rows,
     partial_arguments,
     partial_buffers_of_rows,
     row_configs,
@@ -52,7 +54,7 @@ CONFIGS = row_configs(
 MAX_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def dequant_gemm_split_k(
     out_ptr,
     partial_ptr,
@@ -87,6 +89,7 @@ def dequant_gemm_split_k(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
 ):
     """A word row is a row of `packed`. partial [splits, M, N], arrived: None, one split."""
     FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
@@ -99,6 +102,10 @@ def dequant_gemm_split_k(
     first = split * words_of_split
     end = tl.minimum(first + words_of_split, words)
     x_ptrs = x_ptr + offs_m[:, None] * stride_x_m
+    prefetch_words(
+        packed_ptr, stride_packed_w, first, end, tl.program_id(1) * BLOCK_N, outputs, EARLY_TILES * BLOCK_W, BLOCK_N
+    )
+    wait_for_earlier_launches()
     table = table_tile(table_ptr, stride_table_c, offs_n, mask_n, BITS)
     # Transposed, so that the weight's 64 rows and more are the side of the product that Hopper's matrix units want.
     sums = tl.zeros((BLOCK_N, BLOCK_TOKENS), dtype=tl.float32)
@@ -185,12 +192,13 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: QuantizedWeight
         BLOCK_TOKENS=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        EARLY_TILES=run.early_tiles,
     )
 
 
 VARIANT = Variant(
-    wins="two to 32 tokens: as many programs as fill the device, and the rows cost next to nothing beside the weight",
-    region={"M": (2, 32)},
+    wins="two to 64 tokens: as many programs as fill the device, and the rows cost next to nothing beside the weight",
+    region={"M": (2, 64)},
     launch=launch,
     configs=CONFIGS,
     # 64 outputs are the least that Hopper's asynchronous matrix units take, and rows come by 8 there: 32 cost no more
@@ -206,7 +214,8 @@ VARIANT = Variant(
     supports=supports,
     workspace=workspace,
     prepare=interleaved,
-    key=("N", "K", "bits", "coding", "group_size"),
+    key=("M", "N", "K", "bits", "coding", "permuted", "sparse", "group_size"),
+    sum_order=order_of_rows,
     deterministic=True,
     batch_invariant=True,
 )

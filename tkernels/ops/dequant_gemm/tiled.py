@@ -29,7 +29,7 @@ from tkernels.ops.dequant_gemm._unpack import (
     word_tile,
     words_arguments,
 )
-from tkernels.ops.products import tile_configs, tile_grid, tile_sizes
+from tkernels.ops.products import order_of_tile, tile_configs, tile_grid, tile_sizes
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.weight import QuantizedWeight, interleaved
 
@@ -58,7 +58,7 @@ CONFIGS = tile_configs(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def dequant_gemm_tiled(
     out_ptr,
     x_ptr,
@@ -194,7 +194,7 @@ VARIANT = Variant(
     configs=CONFIGS,
     # 64 rows are the least that Hopper's asynchronous matrix units take. There, a tile of 64 outputs, so that 64 tokens
     # at N = 8192 are 128 programs, and one group of 128 deep: 5.3 instructions for each weight, 7.2 at half the depth.
-    # BLOCK_K 64 divides the usual groups of 64 and 128. One config for every M, or a row's bits would depend on the
+    # BLOCK_K 64 divides the usual groups of 64 and 128. One default for every M, or a row's bits would depend on the
     # batch. gfx942 has 64 kB of shared memory: two stages. On sm_120 4 warps spill where codes have 2 bits or a table.
     # Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.
     default={
@@ -207,7 +207,9 @@ VARIANT = Variant(
     supports=needs_interleaved,
     workspace=workspace,
     prepare=interleaved,
-    key=("N", "K", "bits", "coding", "group_size"),
+    key=("M", "N", "K", "bits", "coding", "permuted", "sparse", "group_size"),
+    # The columns too: a tile takes its outliers as they follow each other, whichever of its columns they are for.
+    sum_order=lambda config: (order_of_tile(config), config["BLOCK_N"]),
     deterministic=True,
     batch_invariant=True,
 )

@@ -12,31 +12,34 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.language import dot
+from tkernels.language import dot, wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import persistent_grid, tile_configs
+from tkernels.ops.products import order_of_tile, persistent_grid, prefetch_columns, tile_configs
 
-CONFIGS = tile_configs(
-    (
-        (16, 32, 128, 4, 4),
-        (16, 64, 128, 4, 3),
-        (32, 64, 64, 4, 4),
-        (64, 32, 64, 4, 4),
-        (64, 64, 32, 4, 3),
-        (64, 64, 64, 8, 4),
-        (64, 64, 64, 4, 3),
-        (64, 64, 64, 4, 4),
-        (64, 128, 64, 8, 3),
-        (128, 64, 64, 4, 3),
-        (128, 64, 64, 8, 3),
-        (128, 64, 64, 8, 4),
-        (128, 128, 64, 8, 3),
+CONFIGS = (
+    *tile_configs(
+        (
+            (16, 32, 128, 4, 4),
+            (16, 64, 128, 4, 3),
+            (32, 64, 64, 4, 4),
+            (64, 32, 64, 4, 4),
+            (64, 64, 32, 4, 3),
+            (64, 64, 64, 8, 4),
+            (64, 64, 64, 4, 3),
+            (64, 64, 64, 4, 4),
+            (64, 128, 64, 8, 3),
+            (128, 64, 64, 4, 3),
+            (128, 64, 64, 8, 3),
+            (128, 64, 64, 8, 4),
+            (128, 128, 64, 8, 3),
+        ),
+        GROUP_M=8,
     ),
-    GROUP_M=8,
+    Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=8, num_stages=4, launch_pdl=1),
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gate_up_swiglu_paired_tiles(
     out_ptr,
     x_ptr,
@@ -51,9 +54,20 @@ def gate_up_swiglu_paired_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(width, BLOCK_N)
     up_rows = width.to(tl.int64) * stride_weight_n  # from a gate row to its up row; 2I * stride can pass 2**31
+    # Few tokens make one row of tiles, and the first of a program's may be its only one.
+    prefetch_columns(
+        weight_ptr, stride_weight_n, tl.program_id(0) // min(GROUP_M, tiles_m) * BLOCK_N, width, inputs,
+        BLOCK_N, EARLY_TILES * BLOCK_K,
+    )  # fmt: skip
+    prefetch_columns(
+        weight_ptr + up_rows, stride_weight_n, tl.program_id(0) // min(GROUP_M, tiles_m) * BLOCK_N, width, inputs,
+        BLOCK_N, EARLY_TILES * BLOCK_K,
+    )  # fmt: skip
+    wait_for_earlier_launches()
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
         first_m = tile // (GROUP_M * tiles_n) * GROUP_M
         depth = min(GROUP_M, tiles_m - first_m)
@@ -82,16 +96,19 @@ def gate_up_swiglu_paired_tiles(
 
 def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
     tokens, width = out.shape
-    # fp32 is multiplied outside the matrix units, from registers, which hold no deeper a tile.
-    deepest = 32 if x.element_size() == 4 else run.config["BLOCK_K"]
+    block_n, block_k = run.config["BLOCK_N"], run.config["BLOCK_K"]
+    if x.element_size() == 4:
+        # fp32 is multiplied outside the matrix units, from registers: two sums of 64 x 64 spilled 28 bytes on sm_80.
+        block_n, block_k = min(block_n, 32), min(block_k, 32)
     run.launch(
         gate_up_swiglu_paired_tiles,
-        persistent_grid(run, tokens, width, run.config["BLOCK_M"], run.config["BLOCK_N"]),
+        persistent_grid(run, tokens, width, run.config["BLOCK_M"], block_n),
         **pointers("out[t] x[t] weight[n]", out, x, weight),
         tokens=tokens,
         width=width,
         inputs=x.shape[1],
-        **{**run.config, "BLOCK_K": min(run.config["BLOCK_K"], deepest)},
+        **{**run.config, "BLOCK_N": block_n, "BLOCK_K": block_k},
+        EARLY_TILES=run.early_tiles,
     )
 
 
@@ -110,7 +127,8 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, num_warps=4, num_stages=2),
     },
-    key=("I", "H"),
+    key=("T", "I", "H"),
+    sum_order=order_of_tile,
     deterministic=True,
     batch_invariant=True,
 )

@@ -17,7 +17,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def gelu_tile_per_program(
     out_ptr,
     x_ptr,

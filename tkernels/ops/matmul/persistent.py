@@ -12,7 +12,7 @@ import triton.language as tl
 from tkernels import Config, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import persistent_grid, tile_configs
+from tkernels.ops.products import order_of_tile, persistent_grid, tile_configs
 
 CONFIGS = tile_configs(
     (
@@ -39,7 +39,7 @@ def matmul_persistent_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     return first_m + inside % depth, inside // depth
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def matmul_persistent(
     out_ptr,
     x_ptr,
@@ -98,7 +98,7 @@ VARIANT = Variant(
     wins="many tiles of output: prefill, and wide layers at any number of tokens",
     launch=launch,
     configs=CONFIGS,
-    # 64 rows are the least that Hopper's asynchronous matrix units take. One config for every M, or a row's bits would
+    # 64 rows are the least that Hopper's asynchronous matrix units take. One default for every M, or a row's bits would
     # depend on the batch. gfx942 has 64 kB of shared memory: two stages. Interpreted, tiles are the smallest legal
     # ones, so that shapes of the tests cross them.
     default={
@@ -107,7 +107,8 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, num_warps=4, num_stages=2),
     },
-    key=("N", "K"),
+    key=("M", "N", "K"),
+    sum_order=order_of_tile,
     deterministic=True,
     batch_invariant=True,
 )

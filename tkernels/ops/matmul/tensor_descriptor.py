@@ -10,10 +10,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.device import is_from_sm_90
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.matmul.persistent import matmul_persistent_tile
-from tkernels.ops.products import persistent_grid, tile_configs, tile_sizes
+from tkernels.ops.products import order_of_tile, persistent_grid, tile_configs, tile_sizes
 
 CONFIGS = tile_configs(
     (
@@ -30,7 +31,7 @@ CONFIGS = tile_configs(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def matmul_tensor_descriptor(
     out_ptr,
     x_boxes,
@@ -82,7 +83,7 @@ def launch(run: Run, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, b
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
     if device.arch != "interpreter":
-        if not (device.arch.startswith("sm_") and int(device.arch[3:]) >= 90):
+        if not is_from_sm_90(device.arch):
             return f"tensor descriptors are copied by hardware from sm_90 on; this is {device.arch}"
         if axes.get("activation") == "float32":
             # Compiled with 64 x 64 tiles for sm_90: 4936 bytes of stack, where persistent has none.
@@ -105,7 +106,8 @@ VARIANT = Variant(
         "sm_100": Config(BLOCK_M=64, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=4),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, GROUP_M=2, num_warps=4, num_stages=2),
     },
-    key=("N", "K"),
+    key=("M", "N", "K"),
+    sum_order=order_of_tile,
     deterministic=True,
     batch_invariant=True,
 )

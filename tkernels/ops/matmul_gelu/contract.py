@@ -9,6 +9,7 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.gelu import contract as gelu
 from tkernels.ops.matmul import contract as matmul
+from tkernels.ops.products import ROW_CLASSES
 
 
 def reference(
@@ -60,7 +61,7 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(16,)),
+        Int("T", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(16,), classes=ROW_CLASSES),
         Int("I", 1, 2**20, (1, 8, 31, 40, 72), "intermediate size", wide=(136,)),
         Int("H", 1, 2**24, (1, 8, 31, 64, 100, 257, 136), "hidden size", wide=(640,)),
         dtype_axis("activation"),
@@ -93,7 +94,7 @@ CONTRACT = Contract(
             "bias": True,
             "tanh": True,
         }
-        for tokens in (1, 16, 64, 2048)
+        for tokens in (1, 16, 64, 128, 2048)
         for width, hidden in ((3072, 768), (6400, 1600))
     },
     batching=row_batching("x"),

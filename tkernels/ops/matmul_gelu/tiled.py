@@ -13,7 +13,7 @@ from tkernels import Config, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.activations import gelu_of
 from tkernels.ops.arguments import pointers
-from tkernels.ops.products import tile_configs, tile_grid
+from tkernels.ops.products import order_of_tile, tile_configs, tile_grid
 
 CONFIGS = tile_configs(
     (
@@ -30,7 +30,7 @@ CONFIGS = tile_configs(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def matmul_gelu_tiled(
     out_ptr,
     x_ptr,
@@ -97,7 +97,8 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_M=64, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, num_warps=4, num_stages=2),
     },
-    key=("I", "H"),
+    key=("T", "I", "H"),
+    sum_order=order_of_tile,
     deterministic=True,
     batch_invariant=True,
 )

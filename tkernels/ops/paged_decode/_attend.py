@@ -189,6 +189,11 @@ def store_attention(
         tl.store(lse_ptr + sequence * stride_lse_b + heads, lse, mask=mask_g)
 
 
+def all_but_stages(config: Config) -> object:
+    """What decides in which order a row's sums are added: blocks, splits, and the warps that a block's keys lie in."""
+    return config.constants, config.num_warps
+
+
 def unsupported(axes: Axes, device: DeviceFacts) -> str | None:
     """Why none of the Triton variants can read such a cache for such queries, or None where they can."""
     if axes["kv"] == "float8_e4m3fn" and axes["activation"] == "float32":

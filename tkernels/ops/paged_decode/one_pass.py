@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.paged_decode._attend import (
+    all_but_stages,
     attend_keys,
     heads_of_tile,
     part_arguments,
@@ -21,22 +23,25 @@ from tkernels.ops.paged_decode._attend import (
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
-CONFIGS = tuple(
-    Config(BLOCK_N=block, num_warps=warps, num_stages=stages)
-    for block, warps, stages in (
-        (16, 2, 5),
-        (32, 2, 3),
-        (32, 2, 5),
-        (32, 4, 5),
-        (32, 4, 7),
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 5),
-        (64, 8, 5),
-        (128, 4, 3),
-        (128, 8, 3),
-        (128, 8, 5),
-    )
+CONFIGS = (
+    *(
+        Config(BLOCK_N=block, num_warps=warps, num_stages=stages)
+        for block, warps, stages in (
+            (16, 2, 5),
+            (32, 2, 3),
+            (32, 2, 5),
+            (32, 4, 5),
+            (32, 4, 7),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 4, 5),
+            (64, 8, 5),
+            (128, 4, 3),
+            (128, 8, 3),
+            (128, 8, 5),
+        )
+    ),
+    Config(BLOCK_N=64, num_warps=4, num_stages=5, launch_pdl=1),
 )
 
 
@@ -50,6 +55,7 @@ def paged_decode_one_pass(
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, heads, mask_g = heads_of_tile(tl.program_id(1), GROUP, TILES, BLOCK_H)
+    wait_for_earlier_launches()
     length = tl.load(lens_ptr + sequence)
     first = 0
     if window is not None:
@@ -106,7 +112,8 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_N=32, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_N=32, num_warps=4, num_stages=1),
     },
-    key=("Hq", "Hkv", "D", "Dv", "S"),
+    key=("B", "N", "Hq", "Hkv", "D", "Dv", "S"),
+    sum_order=all_but_stages,
     deterministic=True,
     batch_invariant=True,
 )

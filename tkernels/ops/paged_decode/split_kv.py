@@ -15,6 +15,7 @@ import triton.language as tl
 from tkernels import Config, Run, Variant
 from tkernels.ops.paged_decode._attend import (
     MAX_SPLITS,
+    all_but_stages,
     attend_keys,
     combine_parts,
     heads_of_tile,
@@ -139,7 +140,8 @@ VARIANT = Variant(
     },
     supports=unsupported,
     workspace=part_buffers,
-    key=("Hq", "Hkv", "D", "Dv", "S"),
+    key=("B", "N", "Hq", "Hkv", "D", "Dv", "S"),
+    sum_order=all_but_stages,
     deterministic=True,
     batch_invariant=True,
 )

@@ -219,9 +219,9 @@ def flops(case: Case) -> int:
     return 2 * heads * (dim + int(case.inputs["v_cache"].shape[-1])) * visible_pairs(case)
 
 
-def _benchmark(sequences: int, chunk: int, context: int) -> Axes:
-    sizes = {"B": sequences, "T": sequences * chunk, "S": 16, "N": context // 16, "P": sequences * context // 16}
-    return {**BENCHMARK_AXES, **sizes, "Hq": 32, "Hkv": 8, "causal": True}
+def _benchmark(sequences: int, chunk: int, context: int, page: int = 16) -> Axes:
+    pages = {"S": page, "N": context // page, "P": sequences * context // page}
+    return {**BENCHMARK_AXES, **pages, "B": sequences, "T": sequences * chunk, "Hq": 32, "Hkv": 8, "causal": True}
 
 
 def take_sequences(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
@@ -247,7 +247,16 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         Int("B", 0, 2**31 - 1, (1, 2, 3), "sequences", batch=True, wide=(1,)),
-        Int("T", 0, 2**31 - 1, (1, 2, 7, 33, 70, 110), "query tokens, padding included", batch=True, wide=(16,)),
+        Int(
+            "T",
+            0,
+            2**31 - 1,
+            (1, 2, 7, 33, 70, 110),
+            "query tokens, padding included",
+            batch=True,
+            wide=(16,),
+            classes=(512, 4096),
+        ),
         *SIZE_AXES,
         *OPTION_AXES,
         Choice("causal", (True, False), "a query sees no key after itself"),
@@ -283,9 +292,13 @@ CONTRACT = Contract(
             (8, 512, 512),
             (1, 4096, 4096),
             (1, 512, 16384),
-            (1, 16384, 16384),
         )
-    },
+    }
+    | {  # as an engine has them from sm_90 on
+        f"B={sequences},chunk={chunk},context={context},S=64": _benchmark(sequences, chunk, context, page=64)
+        for sequences, chunk, context in ((8, 512, 512), (1, 512, 16384), (1, 16384, 16384))
+    }
+    | {"B=1,chunk=16384,context=16384": _benchmark(1, 16384, 16384)},
     batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="prefill",
 )

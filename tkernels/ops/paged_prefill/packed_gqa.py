@@ -152,7 +152,7 @@ def paged_prefill_packed_gqa_sweep(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def paged_prefill_packed_gqa(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
     scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
@@ -224,6 +224,13 @@ def tile_sizes(config: Config, width: int, itemsize: int) -> tuple[int, int]:
     # bytes on sm_90, 32 x 16 ones 456 on sm_120, and 32 x 32 ones at D 64 56; 16 x 16 none anywhere.
     most = max(16, 1024 // width)
     return min(config["BLOCK_M"], most), min(config["BLOCK_N"], most)
+
+
+def order_of_query_tile(config: Config) -> tuple[int, int, bool]:
+    """What decides in which order a row's sums are added: the keys of a block, how many of a warp's lanes share a row
+    of them, and the instruction: Hopper's asynchronous matrix units take 64 rows and more.
+    """
+    return config["BLOCK_N"], config["BLOCK_M"] // config.num_warps, config["BLOCK_M"] >= 64
 
 
 def prefill_arguments(
@@ -323,7 +330,8 @@ VARIANT = Variant(
         "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
         "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     },
-    key=("Hq", "Hkv", "D", "Dv", "S"),
+    key=("T", "Hq", "Hkv", "D", "Dv", "S"),
+    sum_order=order_of_query_tile,
     deterministic=True,
     batch_invariant=True,
 )

@@ -12,8 +12,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.device import is_from_sm_90
 from tkernels.ops.paged_prefill import packed_gqa
 from tkernels.ops.paged_prefill.packed_gqa import (
+    order_of_query_tile,
     paged_prefill_packed_gqa_attend,
     paged_prefill_packed_gqa_key_range,
     paged_prefill_packed_gqa_sequence,
@@ -59,7 +61,7 @@ def paged_prefill_tensor_descriptor_sweep(
     return acc, m, l
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences"])
 def paged_prefill_tensor_descriptor(
     out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
     scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h, stride_table_b,
@@ -150,7 +152,7 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if device.arch != "interpreter" and not (device.arch.startswith("sm_") and int(device.arch[3:]) >= 90):
+    if device.arch != "interpreter" and not is_from_sm_90(device.arch):
         return f"tensor descriptors are copied by hardware from sm_90 on; this is {device.arch}"
     if int(axes["S"]) < 16:
         return f"a tile of keys is a page at most, and matrix products take 16 keys at least; pages have {axes['S']}"
@@ -174,7 +176,8 @@ VARIANT = Variant(
         "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
         "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     },
-    key=("Hq", "Hkv", "D", "Dv", "S"),
+    key=("T", "Hq", "Hkv", "D", "Dv", "S"),
+    sum_order=order_of_query_tile,
     deterministic=True,
     batch_invariant=True,
 )

@@ -71,8 +71,9 @@ def baseline(
     heads = q.as_strided((tokens, q_heads + k_heads, width), q.stride()) if together else torch.cat((q, k), dim=1)
     both = heads.to(cos.dtype)
     if q_weight is not None and k_weight is not None:
-        weights = torch.cat((q_weight.expand(q_heads, -1), k_weight.expand(k_heads, -1)))  # [Hq + Hkv, D]
-        both = F.rms_norm(both, (width,), None, eps) * weights
+        both = F.rms_norm(both, (width,), None, eps)
+        both[:, :q_heads].mul_(q_weight)
+        both[:, q_heads:].mul_(k_weight)
         if rotary < width:
             heads[..., rotary:] = both[..., rotary:]
     first, second = both[..., one], both[..., two]  # [T, Hq + Hkv, R/2]

@@ -9,14 +9,18 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 from tkernels.ops.qk_norm_rope.head_tile import qk_norm_rope_head_tile_load
 from tkernels.ops.rotary_heads import rotary_arguments
 
-CONFIGS = tuple(
-    Config(BLOCK_HEADS=heads, num_warps=warps)
-    for heads, warps in ((1, 1), (2, 1), (4, 1), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
+CONFIGS = (
+    *(
+        Config(BLOCK_HEADS=heads, num_warps=warps)
+        for heads, warps in ((1, 1), (2, 1), (4, 1), (8, 2), (8, 4), (16, 4), (16, 8), (32, 8))
+    ),
+    Config(BLOCK_HEADS=16, num_warps=4, launch_pdl=1),
 )
 
 
@@ -171,6 +175,7 @@ def qk_norm_rope_scatter_head_tile(
 ):
     token = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
     tile = tl.program_id(1)
+    wait_for_earlier_launches()
     position = tl.load(positions_ptr + token)  # int64, and so are the offsets made of it
     cos_ptr += position * stride_cos_l
     sin_ptr += position * stride_sin_l

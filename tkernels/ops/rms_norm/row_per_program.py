@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
-from tkernels.ops.rows import ROW_CONFIGS, launch_rows, too_wide
+from tkernels.ops.rows import EARLY_ROW_CONFIGS, launch_rows, too_wide
 
 WIDEST = 16384
 
@@ -20,11 +21,12 @@ def rms_norm_row_per_program(out_ptr, x_ptr, weight_ptr, stride_x_t, stride_out_
     row = tl.program_id(0).to(tl.int64)  # T * stride can pass 2**31
     offs = tl.arange(0, BLOCK_H)
     mask = offs < hidden
+    weight = tl.load(weight_ptr + offs, mask=mask)  # [BLOCK_H], which no launch writes
+    wait_for_earlier_launches()
     x = tl.load(x_ptr + row * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H]
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
-    weight = tl.load(weight_ptr + offs, mask=mask).to(tl.float32)
     # One rounding, at the end: rounding before the weight, as some models do, costs up to one bit of bf16's eight.
-    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    out = (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * stride_out_t + offs, out, mask=mask)
 
 
@@ -39,7 +41,7 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
 VARIANT = Variant(
     wins="rows up to 16k wide, and enough of them to fill the device",
     launch=launch,
-    configs=ROW_CONFIGS,
+    configs=EARLY_ROW_CONFIGS,
     supports=supports,
     # 8 warps keep a thread at 16 elements for widths of 2k to 4k, two 16-byte loads in flight, and at 128 registers for
     # 16k (4 warps: 211).

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.rows import TILE_DEFAULTS, launch_tiles_of_rows, too_wide
 
@@ -19,7 +20,7 @@ CONFIGS = tuple(
 WIDEST = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rms_norm_rows_per_program(
     out_ptr,
     x_ptr,
@@ -35,11 +36,12 @@ def rms_norm_rows_per_program(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # T * stride can pass 2**31
     offs = tl.arange(0, BLOCK_H)[None, :]
     mask = (rows < tokens) & (offs < hidden)
+    weight = tl.load(weight_ptr + offs, mask=offs < hidden)  # [1, BLOCK_H], which no launch writes
+    wait_for_earlier_launches()
     x = tl.load(x_ptr + rows * stride_x_t + offs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_T, BLOCK_H]
     # Along the row alone, by threads whose places follow from BLOCK_T and BLOCK_H: no row's bits depend on another's.
     scale = tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / hidden + eps)  # [BLOCK_T, 1]
-    weight = tl.load(weight_ptr + offs, mask=offs < hidden).to(tl.float32)  # [1, BLOCK_H]
-    out = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    out = (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * stride_out_t + offs, out, mask=mask)
 
 

@@ -33,6 +33,7 @@ VARIANT = Variant(
     limits=ALGORITHMS.limits,
     supports=unsupported_sums,
     workspace=ALGORITHMS.workspace,
+    chosen=ALGORITHMS.chosen,
     key=("M", "N", "K"),
     deterministic=True,
     batch_invariant=False,  # another number of tokens may be another algorithm, and fp8 sums of another order

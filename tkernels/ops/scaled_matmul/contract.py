@@ -7,6 +7,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Contract, DType, Int, Output, Tensor, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+from tkernels.ops.products import ROW_CLASSES
 from tkernels.quantized.row_codes import CODES, SMALLEST_SCALE
 
 MOST_INPUTS = (2**31 - 1) // 128**2
@@ -122,7 +123,7 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         # 1 last: compiling ahead of time takes the last draw, and that one every variant supports.
-        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(1, 16)),
+        Int("M", 0, 2**31 - 1, (0, 2, 3, 17, 40, 1), "tokens", batch=True, wide=(1, 16), classes=ROW_CLASSES),
         Int("N", 1, 2**24, (1, 8, 31, 40, 72), "output features", wide=(136,)),
         Int("K", 1, MOST_INPUTS, (1, 8, 31, 64, 100, 257, 136), "input features", wide=(640,)),
         Choice("codes", CODES, "dtype of q and weight"),
@@ -154,7 +155,7 @@ CONTRACT = Contract(
             "out": "bfloat16",
             "bias": False,
         }
-        for tokens in (1, 16, 64, 2048)
+        for tokens in (1, 16, 64, 128, 2048)
         # Qwen3-4B's qkv, attention output, gate-up and down projections.
         for outputs, inputs in ((6144, 2560), (2560, 4096), (19456, 2560), (2560, 9728))
         for codes in ("float8_e4m3fn", "int8")

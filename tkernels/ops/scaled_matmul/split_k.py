@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.language import prefetch_rows, wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 from tkernels.ops.code_sums import (
     rescaled,
@@ -21,6 +22,7 @@ from tkernels.ops.code_sums import (
 )
 from tkernels.ops.products import tile_grid, tile_sizes
 from tkernels.ops.split_sums import (
+    order_of_rows,
     partial_arguments,
     partial_buffers_of_rows,
     row_configs,
@@ -42,7 +44,7 @@ CONFIGS = row_configs(
 MAX_SPLITS = 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def scaled_matmul_split_k(
     out_ptr,
     partial_ptr,
@@ -64,6 +66,7 @@ def scaled_matmul_split_k(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY_TILES: tl.constexpr,
 ):
     """partial [splits, M, N] int32 or fp32, arrived: None where there is one split."""
     split = tl.program_id(2)
@@ -75,6 +78,8 @@ def scaled_matmul_split_k(
     end = tl.minimum(first + inputs_of_split, inputs)
     q_ptrs = q_ptr + offs_m[:, None] * stride_q_m
     weight_ptrs = weight_ptr + offs_n[:, None] * stride_weight_n
+    prefetch_rows(weight_ptrs, mask_n[:, None], first, end, EARLY_TILES * BLOCK_K)
+    wait_for_earlier_launches()
     # Transposed, so that the weight's 64 rows are the side of the product that Hopper's matrix units want.
     sums = zero_sums(BLOCK_N, BLOCK_TOKENS, q_ptr.dtype.element_ty)
     for start in tl.range(first, end, BLOCK_K):
@@ -139,12 +144,13 @@ def launch(
         BLOCK_TOKENS=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
+        EARLY_TILES=run.early_tiles,
     )
 
 
 VARIANT = Variant(
-    wins="up to 32 tokens: as many programs as fill the device, and the tokens cost next to nothing beside the weight",
-    region={"M": (1, 32)},
+    wins="up to 64 tokens: as many programs as fill the device, and the tokens cost next to nothing beside the weight",
+    region={"M": (1, 64)},
     launch=launch,
     configs=CONFIGS,
     # By reasoning, not measured. 64 outputs are the least that Hopper's asynchronous matrix units take, and tokens come
@@ -158,7 +164,8 @@ VARIANT = Variant(
     },
     supports=supports,
     workspace=workspace,
-    key=("N", "K"),
+    key=("M", "N", "K"),
+    sum_order=order_of_rows,
     deterministic=True,
     batch_invariant=True,
 )

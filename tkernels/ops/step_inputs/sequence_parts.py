@@ -15,7 +15,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "num_tokens"])
 def step_inputs_sequence_parts(
     token_ids_ptr,
     positions_ptr,

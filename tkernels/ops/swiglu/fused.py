@@ -9,15 +9,19 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.language import wait_for_earlier_launches
 from tkernels.ops.arguments import pointers
 
-CONFIGS = tuple(
-    Config(BLOCK_T=rows, BLOCK_I=columns, num_warps=warps)
-    for rows, columns, warps in ((1, 256, 1), (1, 512, 2), (1, 1024, 4), (1, 2048, 4), (2, 1024, 8), (4, 256, 4))
+CONFIGS = (
+    *(
+        Config(BLOCK_T=rows, BLOCK_I=columns, num_warps=warps)
+        for rows, columns, warps in ((1, 256, 1), (1, 512, 2), (1, 1024, 4), (1, 2048, 4), (2, 1024, 8), (4, 256, 4))
+    ),
+    Config(BLOCK_T=1, BLOCK_I=1024, num_warps=4, launch_pdl=1),
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def swiglu_fused(
     out_ptr,
     gate_up_ptr,
@@ -31,6 +35,7 @@ def swiglu_fused(
     rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # T * stride can pass 2**31
     columns = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     mask = (rows < tokens)[:, None] & (columns < width)[None, :]
+    wait_for_earlier_launches()
     gate_ptrs = gate_up_ptr + rows[:, None] * stride_gate_up_t + columns[None, :]
     gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)  # [BLOCK_T, BLOCK_I]
     up = tl.load(gate_ptrs + width, mask=mask).to(tl.float32)

@@ -19,7 +19,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "programs"])
 def swiglu_grid_stride(
     out_ptr,
     gate_up_ptr,

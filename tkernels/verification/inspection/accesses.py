@@ -37,14 +37,18 @@ class Code:
     labels: Mapping[str, int]
 
     def main_loop(self) -> list[Instruction]:
-        """The innermost loops that load from global memory; empty where none does.
+        """The instructions of `main_loops`, one after the other."""
+        return [one for loop in self.main_loops() for one in loop]
+
+    def main_loops(self) -> list[list[Instruction]]:
+        """The innermost loops that load from global memory, in order; none where none does.
 
         A loop is what lies between a label and a later jump back to it.
         """
         jumps = enumerate(self.instructions)
         loops = {range(self.labels[one.target], end + 1) for end, one in jumps if one.target in self.labels}
         loading = [loop for loop in loops if any(self.instructions[at].reads for at in loop)]
-        return [self.instructions[at] for loop in _innermost(loading) for at in loop]
+        return [[self.instructions[at] for at in loop] for loop in _innermost(loading)]
 
     @property
     def matrix_instructions(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes
 from tkernels.device import TARGETS, DeviceFacts
-from tkernels.launch import Kernel
+from tkernels.launch import Kernel, launch_options
 from tkernels.source_hash import source_hash
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
@@ -27,7 +27,7 @@ from tkernels.verification.dry_run import refusing_host_access
 from tkernels.verification.inspection import amdgcn, sass
 from tkernels.verification.inspection.accesses import Code, access_shares, elements_by_line, narrow_accesses
 from tkernels.verification.inspection.occupancy import LIMITS, occupancy, resident_blocks
-from tkernels.verification.inspection.points import Point, UnalignedPointer, point
+from tkernels.verification.inspection.points import OPTION_POINTS, Point, UnalignedPointer, point
 from tkernels.verification.inspection.precision import lowered_precision
 from tkernels.verification.inspection.rounding import other_roundings
 from tkernels.verification.inspection.rows import CompiledKernel
@@ -44,11 +44,11 @@ def compile_point(
     config: Config | None = None,
     dump: Path | None = None,
 ) -> list[CompiledKernel]:
-    """A row for each launch of a variant at a point; none where its contract has no such point.
+    """A row for each launch of a variant at a point; none where its contract or its configs have no such point.
 
     Args:
         held: Axes to hold, of those that the contract has.
-        config: Instead of the architecture's default.
+        config: Instead of the architecture's default, or of what the point's option chooses.
         dump: A folder for the texts of every kernel: <op>.<variant>.<point>.<launch>.<arch>.{ttir,ptx,sass,amdgcn}.
     """
     facts, contract = TARGETS[arch], variant.contract
@@ -57,6 +57,10 @@ def compile_point(
     if here is None:
         return []
     default = variant.default_config(arch)
+    if config is None and (option := OPTION_POINTS.get(name)):
+        config = next((one for one in variant.configs or () if one.options[option] and not one.unmet_on(arch)), None)
+        if config is None:
+            return []
     used = config if config is not None else default  # one without constants is false
     source = source_hash(variant.kernels) if variant.kernels else ""  # `auto` launches other variants' kernels
     row = CompiledKernel(
@@ -90,8 +94,7 @@ def _launches(
         begun = time.perf_counter()
         try:
             with contextlib.redirect_stdout(log):  # ptxas' figures: activate asks Triton to print them
-                options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-                binary = kernel.warmup(grid=grid, **arguments, **options)
+                binary = kernel.warmup(grid=grid, **arguments, **launch_options(config))
         except Exception as error:  # whatever the compiler raises is the row's reason
             rows.append(replace(mine, status="failed", reason=f"{type(error).__name__}: {error}"))
             return
@@ -162,6 +165,7 @@ def _of_code(code: Code, ttir: str) -> dict[str, Any]:
         "matrix_instructions": code.matrix_instructions,
         "access_bytes": access_shares(where),
         "bulk_copies": sum(one.bulk for one in where),
+        "early_launch": sass.early_launch(code),
         "narrow": narrow_accesses(where, elements_by_line(ttir)),
     }
 

@@ -20,8 +20,10 @@ def failures(row: CompiledKernel) -> list[str]:
     """The gates that a row fails, in words; none of an unsupported row, which has its reason.
 
     - It compiles, and a block fits on the architecture.
-    - A default config does not spill, at the engine's strides: operands without alignment go through registers, which
-      a tile that is sized for aligned ones need not have.
+    - A config that is launched early waits for the launches ahead of it in one place, and nothing is written before.
+    - A default config, or the first that is launched early, does not spill, at the engine's strides: operands without
+      alignment go through registers, which a tile that is sized for aligned ones need not have. What a config with a
+      cap spills, tuning weighs against the blocks that it makes room for.
     - sm_90: prefill and GEMMs of more than 64 rows, in tiles of a default config, use wgmma (HGMMA, of 8-bit codes
       IGMMA or QGMMA) and tiles of 64 rows at least.
     - Decode and the elementwise kernels: no main-loop access to 8- or 16-bit numbers, which is what caches, codes and
@@ -42,7 +44,11 @@ def failures(row: CompiledKernel) -> list[str]:
 
 def _memory_failures(row: CompiledKernel) -> list[str]:
     found = []
-    if row.default and row.spill_bytes:
+    if row.config.get("launch_pdl") and row.early_launch.get("waits") != 1:
+        found.append(f"launched early, and waits {row.early_launch.get('waits', 0)} times")
+    if writes := row.early_launch.get("writes"):
+        found.append(f"writes in {writes} places before it waits for the launches ahead of it")
+    if (row.default or row.point == "early") and row.spill_bytes:
         found.append(f"spills {row.spill_bytes} bytes")
     if row.work not in _TILED and row.narrow and (row.loop or row.work != "decode"):
         found.append(f"narrow (16 bytes are wanted): {', '.join(row.narrow)}")

@@ -17,11 +17,15 @@ from tkernels.inputs import map_tensors
 from tkernels.preparation import prepare_weights
 from tkernels.variant import Variant
 
-POINTS = ("engine", "fp8", "fp32", "unaligned")
+OPTION_POINTS = {"early": "launch_pdl", "capped": "maxnreg"}
+"""The engine's point again with the first of a variant's configs that sets an option of the launch, where one does."""
+
+POINTS = ("engine", "fp8", "fp32", "unaligned", *OPTION_POINTS)
 """engine: the last of the contract's benchmark points that the variant supports. fp8: the same over an e4m3 cache with
 scales or of e4m3 codes, where the contract has such. fp32: the same in fp32, which shows what is computed in less
 (`precision`). unaligned: the same, strides odd, pointers on no more than an
-element's boundary. Beside these a contract names its own: see `Contract.inspected`."""
+element's boundary. early and capped: see OPTION_POINTS. Beside these a contract names its own: see
+`Contract.inspected`."""
 
 OUTSIDE_POINTS = ("fp16",)
 """The same in fp16, whose sums an outside kernel may have in fp16 too."""

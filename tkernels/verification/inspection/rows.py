@@ -21,6 +21,8 @@ class CompiledKernel:
     access_bytes: {width in bytes: share of the main loop's bytes}, of accesses to global memory, each instruction
         counted once; bulk_copies (TMA) are counted beside them. loop: there is a main loop; where there is none, the
         whole kernel stands for it.
+    early_launch: how it waits for launches ahead of it, {"waits": 1, "prefetches": L2 prefetches before that,
+        "writes": stores and atomics before that}, none that are 0.
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
     lowered: what has fewer digits than fp32's arithmetic, "file.py:line what" (see `precision`).
     rounded: in an op whose results are exact, what rounds otherwise than its text, "file.py:line what" (see
@@ -54,6 +56,7 @@ class CompiledKernel:
     access_bytes: Mapping[str, float] = field(default_factory=dict)
     bulk_copies: int = 0
     loop: bool = False
+    early_launch: Mapping[str, int] = field(default_factory=dict)
     narrow: tuple[str, ...] = ()
     lowered: tuple[str, ...] = ()
     rounded: tuple[str, ...] = ()

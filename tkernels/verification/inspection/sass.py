@@ -16,6 +16,9 @@ _LINE = re.compile(r'^\s*//## File "([^"]+)", line (\d+)')
 _ACCESS = re.compile(r"^(LDG|LDGSTS|LD|STG|ST)\.")
 _BULK = re.compile(r"^(UTMALDG|UTMASTG|UBLKCP)\b")
 _MATRIX = re.compile(r"^([A-Z0-9]*MMA)\b")
+_WAIT = "ACQBULK"  # griddepcontrol.wait
+_PREFETCH = "CCTL.E.PF2"  # prefetch.global.L2
+_WRITE = re.compile(r"(STG|ST|ATOMG?|REDG?|UTMASTG|UTMAREDG|UBLKRED)\b")
 _WIDTH = re.compile(r"\.(?:(\d+)|[US](8|16))\b")
 
 
@@ -44,6 +47,21 @@ def parse(text: str) -> Code:
             instructions.append(_instruction(found.group(1), found.group(2), line))
             fresh = True
     return Code(instructions, labels)
+
+
+def early_launch(code: Code) -> dict[str, int]:
+    """How it is ready to begin before earlier launches have ended: {"waits": 1}, once it waits for them, and how many
+    instructions before that one ask for lines of the L2 cache and write to memory, if any do; nothing of code that does
+    not wait.
+    """
+    opcodes = [one.opcode for one in code.instructions]
+    if _WAIT not in opcodes:
+        return {}
+    ahead = opcodes[: opcodes.index(_WAIT)]
+    prefetches = sum(one.startswith(_PREFETCH) for one in ahead)
+    writes = sum(_WRITE.match(one) is not None for one in ahead)
+    counts = {"waits": opcodes.count(_WAIT), "prefetches": prefetches, "writes": writes}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _text_section(text: str) -> Iterator[str]:

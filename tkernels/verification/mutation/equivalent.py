@@ -58,6 +58,7 @@ _ROW = "quantize_tokens_row_per_program"
 EQUIVALENT: tuple[Equivalent, ...] = (
     _steps_of_one("matmul", "matmul_persistent"),
     _steps_of_one("matmul", "matmul_tensor_descriptor"),
+    _steps_of_one("matmul", "matmul_overlapped"),
     _steps_of_one("gate_up_swiglu", "gate_up_swiglu_paired_tiles"),
     _skipped_scale("kv_scatter", "kv_scatter_token_per_program_heads"),
     _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate"),

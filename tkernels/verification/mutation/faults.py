@@ -22,7 +22,14 @@ _HINT_KEYWORDS = frozenset(
     )
 )  # fmt: skip
 _PROMISES = frozenset(("multiple_of", "max_contiguous", "max_constancy"))
-_NO_EFFECT = frozenset(("assume", "debug_barrier", "static_assert", "device_assert", "static_print", "device_print"))
+_NO_EFFECT = frozenset(
+    (
+        "assume", "debug_barrier", "static_assert", "device_assert", "static_print", "device_print",
+        "wait_for_earlier_launches", "prefetch_rows", "prefetch_words", "prefetch_columns",
+    )
+)  # fmt: skip
+"""What changes no value: neither a call nor, of a function of ours, its text is touched. That a kernel waits, and for
+weights that it asked for, is inspection's to see."""
 _MADE = ("zeros", "full")
 _SHAPED = frozenset((*_MADE, "reshape", "view", "broadcast_to", "permute", "trans"))
 
@@ -323,7 +330,7 @@ def mutants(file: Path, functions: frozenset[str], kinds: tuple[str, ...] = KERN
     """
     text = file.read_bytes()
     for function in ast.parse(text).body:
-        if isinstance(function, ast.FunctionDef) and function.name in functions:
+        if isinstance(function, ast.FunctionDef) and function.name in functions - _NO_EFFECT:
             sites = {kind: _SITES[kind] for kind in kinds}
             yield from planted("kernel", file, text, function.name, function, sites)
 

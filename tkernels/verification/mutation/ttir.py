@@ -16,7 +16,7 @@ from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import TARGETS
 from tkernels.inputs import map_tensors
-from tkernels.launch import Kernel
+from tkernels.launch import Kernel, launch_options
 from tkernels.mode import MODE
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
@@ -116,7 +116,7 @@ class CodeReader:
 
         def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
             try:
-                kernel.warmup(grid=grid, **arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+                kernel.warmup(grid=grid, **arguments, **launch_options(config))
             except _Reached as reached:
                 texts.append(str(reached))
 

@@ -7,7 +7,7 @@ import torch
 
 from tkernels.config import Config
 from tkernels.contract import Axes, Case, Value
-from tkernels.device import INTERPRETER
+from tkernels.device import INTERPRETER, device_facts
 from tkernels.inputs import clone_inputs
 from tkernels.mode import MODE
 from tkernels.tuning import candidates
@@ -123,11 +123,23 @@ def _planned_draws(sanitizer: Sanitizer, variant: Variant, examples: int | None,
     return sanitizer.draws * max(1, len(_configs(sanitizer, variant, config)))
 
 
-def _configs(sanitizer: Sanitizer, variant: Variant, config: Config | None) -> tuple[Config, ...]:
-    """The configs that are each to have draws of their own."""
+def _configs(
+    sanitizer: Sanitizer, variant: Variant, config: Config | None, arch: str = INTERPRETER.arch
+) -> tuple[Config, ...]:
+    """The configs that are each to have draws of their own. Interpreted, those with the same constants are one: warps,
+    stages and the other options of a launch are a compiler's.
+    """
     if not sanitizer.each_config or variant.launch is None:
         return ()
-    return (config,) if config is not None else candidates(variant, INTERPRETER.arch)
+    if config is not None:
+        return (config,)
+    found = candidates(variant, arch)
+    if MODE != "interpret":
+        return found
+    unique: dict[tuple[tuple[str, int], ...], Config] = {}
+    for one in found:
+        unique.setdefault(one.constants, one)
+    return tuple(unique.values())
 
 
 _TRIES = 100
@@ -153,7 +165,8 @@ def sanitizer_cases(
     """
     known = variant.contract.axis_by_name
     narrowed = {name: value for name, value in sanitizer.fixed.items() if name in known}
-    configs: Sequence[Config | None] = _configs(sanitizer, variant, config) or (config,)
+    arch = device_facts(torch.device(device)).arch
+    configs: Sequence[Config | None] = _configs(sanitizer, variant, config, arch) or (config,)
     inside = bool(variant.region) and first_supported(variant, torch.device(device)) is None
     for index in range(_planned_draws(sanitizer, variant, examples, config)):
         held = {**(narrowed if index % 2 == 0 else {}), **(fixed or {})}

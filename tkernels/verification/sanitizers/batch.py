@@ -2,7 +2,7 @@
 
 Attacked with the member alone, at other positions, repeated up to 32 times, beside the others in another order, under
 wider tables and looser bounds, and a long member beside many short ones: under one config, for bits may differ between
-configs, but which config a call gets must not depend on the batch either. Batches of up to 1,024 members are too many
+configs, and under one that another class of batches may get. Batches of up to 1,024 members are too many
 to interpret: what a launcher would launch for them says which it treats in another way than small ones, and those are
 run. What a kernel does by itself with a batch that it finds large is seen in those of its programs that compute the
 first member and the last.
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from tkernels.batching import Batching
+from tkernels.buckets import bucket, family
 from tkernels.config import Config
 from tkernels.contract import Case
 from tkernels.device import device_facts
@@ -24,10 +25,10 @@ from tkernels.inputs import clone_inputs, poison, roughen_floats, tensors_in
 from tkernels.interpreter.replaced import exact_products
 from tkernels.launch import Door
 from tkernels.mode import MODE
-from tkernels.tuning import bucket
 from tkernels.variant import Variant
 from tkernels.verification.batch_growth import FEW_SIZES, SIZES, launches_by_size, odd_sizes, unseen_change
 from tkernels.verification.calls import bits, call, first_difference
+from tkernels.verification.crossed_configs import crossed_config
 from tkernels.verification.draws import chooser, count_programs, draw
 from tkernels.verification.dry_run import Launch
 from tkernels.verification.sanitizers.base import Sanitizer
@@ -95,6 +96,8 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     fault = _surrounded_fault(variant, inputs, member, batches, config)
     if fault or config is None:
         return fault
+    if fault := _crossed_fault(variant, inputs, member, config):
+        return fault
     device = tensors_in(inputs)[0].device
     is_default = config == variant.default_config(device_facts(device).arch)
     fault = _large_batch_fault(variant, inputs, member, config, SIZES if is_default else FEW_SIZES)
@@ -109,6 +112,18 @@ def _run(variant: Variant, case: Case, config: Config | None) -> str | None:
     return _large_batch_fault(variant, wide, 0, config, FEW_SIZES) if has_members else None
 
 
+def _crossed_fault(variant: Variant, inputs: dict[str, Any], member: int, config: Config) -> str | None:
+    """What changes for a member whose batch gets the config of another class; None for nothing."""
+    crossed, batching = crossed_config(variant, config), variant.contract.batching
+    assert batching is not None
+    if crossed is None:
+        return None
+    alone = _part(variant, batching, batching.take(inputs, [member]), 0, config)
+    if why := first_difference(alone, _part(variant, batching, inputs, member, crossed)):
+        return f"member {member} in the drawn batch with {crossed.as_dict()}, against its bits alone: {why}"
+    return None
+
+
 def _surrounded_fault(
     variant: Variant,
     inputs: dict[str, Any],
@@ -120,12 +135,13 @@ def _surrounded_fault(
     contract, batching = variant.contract, variant.contract.batching
     assert batching is not None
     alone = batching.take(inputs, [member])
-    expected, selected = _part(variant, batching, alone, 0, config), bucket(variant, contract.bind_axes(alone)[0])
+    expected = _part(variant, batching, alone, 0, config)
+    selected = family(variant, bucket(variant, contract.bind_axes(alone)[0]))
     for words, batch, position in batches:
         axes, device = contract.bind_axes(batch)
         if variant.unsupported_reason(axes, device, device_facts(device)):
             continue  # not a batch that this variant could be asked for
-        if (other := bucket(variant, axes)) != selected:
+        if (other := family(variant, bucket(variant, axes))) != selected:
             return f"member {member} {words} gets the config of [{other}], alone that of [{selected}]"
         if why := first_difference(expected, _part(variant, batching, batch, position, config)):
             return f"member {member} {words}, against its bits alone: {why}"

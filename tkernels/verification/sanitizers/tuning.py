@@ -18,7 +18,8 @@ from tkernels.contract import Axes, Case, unpack
 from tkernels.device import INTERPRETER, DeviceFacts
 from tkernels.inputs import clone_inputs
 from tkernels.launch import Kernel
-from tkernels.tuning import Tuning, candidates, lockfile, read_lockfile
+from tkernels.lockfile import lockfile, read_lockfile
+from tkernels.tuning import Tuning, candidates
 from tkernels.variant import Variant
 from tkernels.verification.addresses import default_door
 from tkernels.verification.calls import call, first_difference, wanted_outputs
