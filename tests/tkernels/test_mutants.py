@@ -1,6 +1,6 @@
 """The tests bite: each kernel with one fault planted in it must fail its check. Any survivor is a hole in the tests.
 
-The whole of it is `tk check --mutate`; here are the faults that this field has seen most, every single one of them.
+The whole of it is `tk check --mutate`; here are, in every op, two of each kind of fault that this field has seen most.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import tkernels
-from tkernels.verification.mutation.campaign import KINDS, Trial, outcomes, trials
+from tkernels.verification.mutation.campaign import KINDS, Trial, outcomes, sampled, trials
 from tkernels.verification.mutation.pool import Pool, task
 
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
@@ -22,8 +22,9 @@ def pool() -> Iterator[Pool]:
         yield started
 
 
-def alive(pool: Pool, chosen: list[Trial]) -> list[str]:
-    """The mutants that nobody noticed, and the declared equivalents that somebody did."""
+def alive(pool: Pool, everything: list[Trial]) -> list[str]:
+    """Of two mutants of each kind those that nobody noticed, and the declared equivalents that somebody did."""
+    chosen = sampled(everything, 2, seed=0)
     ended = list(outcomes(pool, chosen, seed=1, compiled=False))
     assert len(ended) == len(chosen)
     return [f"{o.column}: {o.trial.mutant.name}" for o in ended if o.column == "survived" or o.wrong]
@@ -43,19 +44,19 @@ def test_the_original_survives(variant: tkernels.Variant, pool: Pool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_dropping_any_mask_is_caught(op: str, pool: Pool) -> None:
+def test_a_dropped_mask_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, [trial for trial in of(op, "mask_dropped") if "mask=" in trial.mutant.before])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_any_swapped_stride_is_caught(op: str, pool: Pool) -> None:
+def test_a_swapped_stride_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, of(op, "stride_swapped"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_any_comparison_or_bound_off_by_one_is_caught(op: str, pool: Pool) -> None:
+def test_a_comparison_or_bound_off_by_one_is_caught(op: str, pool: Pool) -> None:
     added = " + 1"  # to an address or an index: hundreds, and none of them subtle
     chosen = [trial for trial in of(op, "mask_shifted", "off_by_one") if not trial.mutant.after.endswith(added)]
     assert not alive(pool, chosen)
@@ -63,13 +64,13 @@ def test_any_comparison_or_bound_off_by_one_is_caught(op: str, pool: Pool) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_any_lost_scale_or_zero_point_is_caught(op: str, pool: Pool) -> None:
+def test_a_lost_scale_or_zero_point_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, of(op, "scale_dropped", "zero_point_dropped"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
-def test_any_lost_64_bit_offset_is_caught(op: str, pool: Pool) -> None:
+def test_a_lost_64_bit_offset_is_caught(op: str, pool: Pool) -> None:
     assert not alive(pool, [trial for trial in of(op, "cast_removed") if "int64" in trial.mutant.before])
 
 

@@ -129,10 +129,12 @@ class SequenceTable:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
         self.num_rows = num_rows
         self.block_size = block_size
-        self.sequences: list[Sequence | None] = [None] * num_rows
-        # Untouched pages of these cost nothing: the operating system maps them when they are written.
+        # Untouched pages of these cost nothing: the operating system maps them when they are written. They come first,
+        # for too many rows are refused here, before anything is written.
         self.tokens: Ints = np.zeros((num_rows, max_model_len), dtype=np.int64)
         self.blocks: BlockIds = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int32)
+
+        self.sequences: list[Sequence | None] = [None] * num_rows
 
         def column(dtype: type = np.int64) -> NDArray[Any]:
             return np.zeros(num_rows, dtype=dtype)

@@ -17,7 +17,7 @@ from tkernels import OPS
 from tkernels.device import TARGETS
 
 COMMAND_S = 9 * 60.0
-FEW, MANY = range(20), pytest.param(range(1000), marks=pytest.mark.slow)
+FEW, MANY = range(20), pytest.param(range(200), marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
