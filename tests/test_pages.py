@@ -39,13 +39,16 @@ NOT_RUN: Mapping[str, str] = {
     ".ci/run": "it runs these tests",
     "pytest tests/bench --benchmark-only": "minutes; tests/bench/test_suite.py runs the heaviest",
     "pytest tests/tkernels/test_properties.py --device cuda": "needs a GPU",
+    "tk run experiments/batching_in_service.yaml": "minutes, and figures; tests/experiments/test_baselines.py plans it",
+    "tk run experiments/gallery/chunk_size.yaml": "a minute; tests/experiments/test_gallery.py runs it with less",
+    "tk bench --op paged_decode --variants-from mine": "a minute; tests/experiments/test_bench.py",
     "tk inspect": ".ci/run runs it",
     "tk inspect --op dequant_gemm": "part of what .ci/run runs",
     "tk check --sanitize all": "hours; tests/tkernels/test_sanitizers.py runs every variant",
     "tk check --mutate swiglu": "minutes; tests/tkernels/test_mutants.py",
     "tk check --mutate --verify-equivalent": "hours; tests/experiments/test_mutate.py runs one op",
     **{
-        f"tk {command}": "a minute or more; tests/experiments/test_new.py runs it for every op"
+        f"tk {command}": "a minute or more; tests/experiments/test_new.py runs it for two ops"
         for command in (
             "check --op paged_decode --variant own --variants-from mine --sanitize all",
             "check --op paged_decode --variant newest_first --variants-from mine --sanitize all",
@@ -54,6 +57,7 @@ NOT_RUN: Mapping[str, str] = {
         )
     },
     "tk inspect --predict H200 --against runs/gpu-report": "needs a GPU's report; tests/experiments/test_predict.py",
+    "tk make-model my-tiny": "trains a minute; tests/tmodel/test_train.py",
     "tk tune --op paged_decode": "needs a GPU; tests/experiments/test_tune.py",
     "tk profile --nsys-export steps.sqlite": "needs an export of nsys; tests/experiments/profiling/test_nsys.py",
     "tk profile experiments/quickstart.yaml --ncu paged_decode.split_kv": "needs a GPU",

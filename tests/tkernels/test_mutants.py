@@ -1,6 +1,6 @@
 """The tests bite: each kernel with one fault planted in it must fail its check. Any survivor is a hole in the tests.
 
-The whole of it is `tk check --mutate`; here are, in every op, two of each kind of fault that this field has seen most.
+The whole of it is `tk check --mutate`; here is, in every op, one of each kind of fault that this field has seen most.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ from tkernels.verification.mutation.pool import Pool, task
 VARIANTS = [v for op in tkernels.OPS.values() for v in op.variants.values() if v.kind == "triton" and v.kernels]
 EVERYTHING = list(trials(VARIANTS, KINDS["kernel"]))
 OPS = sorted({trial.op for trial in EVERYTHING})
+FIRST = list({variant.contract.name: variant for variant in reversed(VARIANTS)}.values())
+"""One variant of each op."""
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +25,8 @@ def pool() -> Iterator[Pool]:
 
 
 def alive(pool: Pool, everything: list[Trial]) -> list[str]:
-    """Of two mutants of each kind those that nobody noticed, and the declared equivalents that somebody did."""
-    chosen = sampled(everything, 2, seed=0)
+    """Of one mutant of each kind those that nobody noticed, and the declared equivalents that somebody did."""
+    chosen = sampled(everything, 1, seed=0)
     ended = list(outcomes(pool, chosen, seed=1, compiled=False))
     assert len(ended) == len(chosen)
     return [f"{o.column}: {o.trial.mutant.name}" for o in ended if o.column == "survived" or o.wrong]
@@ -35,7 +37,7 @@ def of(op: str, *kinds: str) -> list[Trial]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: f"{v.contract.name}-{v.name}")
+@pytest.mark.parametrize("variant", FIRST, ids=lambda v: f"{v.contract.name}-{v.name}")
 def test_the_original_survives(variant: tkernels.Variant, pool: Pool) -> None:
     """Under a mutant's own limits, or what is said to have killed a mutant may have been they."""
     answer = pool.ask(task("check", None, variant, seed=1, draws=8))

@@ -311,13 +311,23 @@ def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices:
     assert_triton_parity(random_model(tmp_path), [choices])
 
 
+def new_arms(architecture: str) -> list[dict[str, str]]:
+    """The architecture's first arm, and those with a variant that no arm of an architecture before it has."""
+    seen: set[tuple[str, str]] = set()
+    configs = {one.config["architectures"][0]: random_config(one.config) for one in PRESETS.values()}
+    for name in (QWEN3, *(name for name in known_architectures() if name != QWEN3)):
+        arms = triton_arms(called_ops(configs[name]))
+        if name == architecture:
+            return [arm for arm in arms if arm is arms[0] or arm.items() - seen]
+        seen |= {pair for arm in arms for pair in arm.items()}
+    raise AssertionError(f"no preset is of {architecture}")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name for name in known_architectures() if name != QWEN3])
-def test_every_triton_kernel_of_an_architecture_gives_the_logits_of_transformers(
-    architecture: str, tmp_path: Path
-) -> None:
+def test_triton_kernels_of_an_architecture_give_the_logits_of_transformers(architecture: str, tmp_path: Path) -> None:
     directory = random_model(tmp_path, architecture=architecture, **first_shape(architecture).fields)
-    assert_triton_parity(directory, triton_arms(called_ops(load_config(directory))))
+    assert_triton_parity(directory, new_arms(architecture))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
