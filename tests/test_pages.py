@@ -56,6 +56,9 @@ NOT_RUN: Mapping[str, str] = {
             "inspect --predict H100 --op paged_decode --variants-from mine",
         )
     },
+    "tk check --op paged_decode --variant newest_first --variants-from mine": "half a minute; README's own is checked",
+    "tk run mine/paged_decode/newest_first.yaml": "half a minute; README's own is run",
+    "python -m tests.bench.launch_cost": "half a minute, and figures",
     "tk inspect --predict H200 --against runs/gpu-report": "needs a GPU's report; tests/experiments/test_predict.py",
     "tk make-model my-tiny": "trains a minute; tests/tmodel/test_train.py",
     "tk tune --op paged_decode": "needs a GPU; tests/experiments/test_tune.py",

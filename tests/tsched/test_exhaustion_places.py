@@ -156,10 +156,10 @@ def test_one_line_in_some_of_a_steps_way_loses_that_step_alone(mode: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_each_line_of_a_steps_way_loses_that_step_alone(mode: str) -> None:
-    """Each line in one of the modes."""
+def test_a_line_of_a_steps_way_loses_that_step_alone(mode: str) -> None:
+    """Every second line, each in one of the modes."""
     places, expected = find_places(mode)
-    found = sorted(places)[list(MODES).index(mode) :: len(MODES)]
-    assert len(found) > 100
+    found = sorted(places)[2 * list(MODES).index(mode) :: 2 * len(MODES)]
+    assert len(found) > 50
     lost = [check_place(mode, place, (places[place] + 1) // 2, expected) for place in found]
     assert sum(map(bool, lost)) > 0.8 * len(lost)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,7 @@ def test_so_does_every_kind_of_8_bit_codes(kind: eight_bits.Kind, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "tied"), list(zip(PRESETS, cycle([True, False]), strict=False)))
 def test_so_does_a_dense_model_of_every_architecture(preset: str, tied: bool, tmp_path: Path) -> None:
     """Two fifths of it are the embedding, so that a copy of that, or of a head, would show."""
     small = {**PRESETS[preset].config, "tie_word_embeddings": tied}
