@@ -1,6 +1,6 @@
 """`deterministic` and `batch_invariant` are attacked for every variant that claims them, from the registry alone.
 
-Here with few draws each; `tk check --sanitize order,batch` takes more, of every config.
+Here with one draw each; `tk check --sanitize order,batch` takes more, of every config.
 """
 
 from itertools import islice
@@ -35,9 +35,8 @@ ATTACKED = [
 def test_a_claim_survives_its_attack(sanitizer: str, op: str, variant: str) -> None:
     subject = tkernels.OPS[op].variants[variant]
     assert unfit_reason(SANITIZERS[sanitizer], subject) is None
-    found = list(islice(sanitized(SANITIZERS[sanitizer], subject, examples=2, seed=100, device=DEVICE), 2))
-    assert len(found) == 2
-    assert [str(finding) for finding in found if finding is not None] == []
+    (found,) = islice(sanitized(SANITIZERS[sanitizer], subject, examples=1, seed=100, device=DEVICE), 1)
+    assert found is None, str(found)
 
 
 @pytest.mark.parametrize("op", tkernels.OPS)
