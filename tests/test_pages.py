@@ -42,7 +42,7 @@ NOT_RUN: Mapping[str, str] = {
     "tk run experiments/batching_in_service.yaml": "minutes, and figures; tests/experiments/test_baselines.py plans it",
     "tk run experiments/gallery/chunk_size.yaml": "a minute; tests/experiments/test_gallery.py runs it with less",
     "tk bench --op paged_decode --variants-from mine": "a minute; tests/experiments/test_bench.py",
-    "tk inspect": ".ci/run runs it",
+    "tk inspect": ".ci/run runs it for four architectures",
     "tk inspect --op dequant_gemm": "part of what .ci/run runs",
     "tk check --sanitize all": "hours; tests/tkernels/test_sanitizers.py runs every variant",
     "tk check --mutate swiglu": "minutes; tests/tkernels/test_mutants.py",

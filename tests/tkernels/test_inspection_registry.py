@@ -1,4 +1,4 @@
-"""The table of expected rows has every built-in variant; .ci/run compiles them all and compares: `tk inspect`."""
+"""The table of expected rows has every built-in variant; `tk inspect` compiles them all and compares."""
 
 import pytest
 import triton
