@@ -55,14 +55,14 @@ Parts = Callable[[int, int], dict[str, torch.Tensor]]
 
 
 def write_wide(directory: Path, quantization: Mapping[str, Any], parts: Parts) -> Path:
-    """A model of 25 MB and more whose layers are each a small part of it."""
-    config = {**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 24, "head_dim": 128}
+    """A model of 50 MB and more whose layers are each a small part of it: of 25 MB, one and its copy decide by luck."""
+    config = {**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 48, "head_dim": 128}
     config |= {"torch_dtype": "float16", "quantization_config": quantization}
     names = {"q_proj": (512, 512), "k_proj": (256, 512), "v_proj": (256, 512), "o_proj": (512, 512)}
     mlp = {"gate_proj": (1536, 512), "up_proj": (1536, 512), "down_proj": (512, 1536)}
     tensors = {name: torch.ones(40, 512).half() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     tensors["model.norm.weight"] = torch.ones(512).half()
-    for index in range(24):
+    for index in range(48):
         prefix = f"model.layers.{index}"
         for name, width in (("input_layernorm", 512), ("post_attention_layernorm", 512),
                             ("self_attn.q_norm", 128), ("self_attn.k_norm", 128)):  # fmt: skip
