@@ -1,0 +1,256 @@
+"""What sample's kernels do with a row: its largest score, the sums of its weights, the cut that filters make, a draw.
+
+A cut (key, last) keeps the tokens that are less than `key` away, and of those that far the ones up to the id `last`.
+A key is a distance in scores as the bits of a float64 that is not negative, which are in the same order.
+
+Where a list of a row's tokens holds all that are looked for (`ids_ptr`, and `listed` says so), only these are read.
+"""
+
+import triton
+import triton.language as tl
+
+from tkernels.ops.sample._device import (
+    add_and_shift,
+    draw_share,
+    draw_words,
+    find_noise,
+    is_less,
+    load_scores,
+    measure_distances,
+    units_of_share,
+    weigh,
+)
+
+NO_TOKEN = tl.constexpr(2**31 - 1)
+NOWHERE = tl.constexpr(0x7FF0000000000000)
+"""The bits of an infinite distance."""
+WORD = tl.constexpr(0xFFFFFFFF)
+_NO_GAIN = tl.constexpr(-(2**62))
+LAST_ID = tl.constexpr(2**24)
+"""No vocabulary has more tokens."""
+_GUESSES = tl.constexpr(88)
+"""Each halves what is left of 2**63 keys, or of 2**24 ids behind them."""
+
+
+@triton.jit
+def find_penalties(row, counts_ptr, slots_ptr, penalties_ptr, stride_counts_r):
+    """(where the counts of a row begin, its penalties as `load_scores` takes them)."""
+    if counts_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        repetition = tl.load(penalties_ptr + 3 * row).to(tl.float64)
+        frequency = tl.load(penalties_ptr + 3 * row + 1).to(tl.float64)
+        presence = tl.load(penalties_ptr + 3 * row + 2).to(tl.float64)
+        return counts_ptr + slot * stride_counts_r, (repetition, frequency, presence, slot >= 0)
+    else:
+        return None, None
+
+
+@triton.jit
+def load_tokens(ids_ptr, listed, start, length, BLOCK: tl.constexpr):
+    """(tokens, which of them are there) of a block of a row, or of the list of its tokens."""
+    offs = start + tl.arange(0, BLOCK)
+    inside = offs < length
+    if ids_ptr is not None:
+        if listed:  # noqa: SIM108  # a branch: what is not listed loads nothing
+            tokens = tl.load(ids_ptr + offs, mask=inside, other=NO_TOKEN)
+        else:
+            tokens = offs
+        return tokens, inside
+    else:
+        return offs, inside
+
+
+@triton.jit
+def find_highest(
+    row_ptr, counts_ptr, penalties, vocab, parts_ptr, wants_parts, PART: tl.constexpr, BLOCK: tl.constexpr
+):
+    """(the largest score, its first token, whether a logit is NaN or +inf) of a row.
+
+    Where it `wants_parts`, the largest of each PART tokens goes to `parts_ptr`, float64.
+    """
+    highest = tl.full((BLOCK,), float("-inf"), tl.float64)
+    first = tl.full((BLOCK,), NO_TOKEN, tl.int32)
+    broken = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, vocab, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        scores = load_scores(row_ptr, counts_ptr, tokens, tokens < vocab, penalties)
+        broken |= ((scores != scores) | (scores == float("inf"))).to(tl.int32)
+        higher = scores > highest
+        first = tl.where(higher, tokens, first)
+        highest = tl.where(higher, scores, highest)
+        if parts_ptr is not None:
+            parts = start // PART + tl.arange(0, BLOCK // PART)
+            largest = tl.max(tl.reshape(scores, (BLOCK // PART, PART)), axis=1)
+            tl.store(parts_ptr + parts, largest, mask=(parts * PART < vocab) & wants_parts)
+    top = tl.max(highest, axis=0)
+    token = tl.min(tl.where(highest == top, first, NO_TOKEN), axis=0)
+    return top, token, tl.max(broken, axis=0)
+
+
+@triton.jit
+def can_draw(temperature, top, broken):
+    """Whether a row's token is drawn: where it asks for a draw, and there is something to draw from."""
+    return (temperature > 0) & (top > float("-inf")) & (broken == 0)
+
+
+@triton.jit
+def mark_token(token, top, broken):
+    """The token, or in its place what its row's scores are at fault of, int64."""
+    token = tl.where(top == float("-inf"), -2, token)
+    return tl.where(broken != 0, -1, token).to(tl.int64)
+
+
+@triton.jit
+def add_up(row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, BLOCK: tl.constexpr):
+    """(how many tokens, their weights' sum as a pair) there are before a cut, of weights of at least `least`."""
+    count = tl.zeros((BLOCK,), tl.int32)
+    highs = tl.zeros((BLOCK,), tl.int64)
+    lows = tl.zeros((BLOCK,), tl.int64)
+    for start in range(0, length, BLOCK):
+        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
+        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
+        weights = weigh(measure_distances(apart, scale))
+        keys = apart.to(tl.int64, bitcast=True)
+        kept = (weights >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
+        weights = tl.where(kept, weights, 0)
+        count += kept.to(tl.int32)
+        highs += weights >> 32
+        lows += weights & WORD
+    low = tl.sum(lows, axis=0)
+    return tl.sum(count, axis=0), tl.sum(highs, axis=0) + (low >> 32), low & WORD
+
+
+@triton.jit
+def find_cut(
+    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, count, high, low,
+    limit, need_high, need_low, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The nearest cut that keeps `limit` tokens and a sum of `need`, as (key, last, count, high, low).
+
+    key, last, count, high, low: A cut that keeps enough, and how much.
+    """
+    far, near = key, tl.full((), -1, tl.int64)
+    before = tl.full((), -1, tl.int32)
+    count_near = tl.zeros((), tl.int32)
+    for _ in range(_GUESSES):
+        # One token between the two cuts: it is the last one kept, and where exactly the cut is makes no difference.
+        if count - count_near > 1:
+            by_key = far - near > 1
+            key = far
+            guess = before + (last - before) // 2
+            if by_key:
+                key = near + (far - near) // 2
+                guess = LAST_ID
+            counted, sum_high, sum_low = add_up(
+                row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, guess, BLOCK
+            )
+            if (counted >= limit) & (not is_less(sum_high, sum_low, need_high, need_low)):
+                far, last, count, high, low = key, guess, counted, sum_high, sum_low
+            else:
+                count_near = counted
+                if by_key:
+                    near = key
+                else:
+                    before = guess
+    return far, last, count, high, low
+
+
+@triton.jit
+def draw_by_noise(
+    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, seed, index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token before a cut whose noise less its distance is the largest."""
+    best = tl.full((BLOCK,), _NO_GAIN, tl.int64)
+    token = tl.full((BLOCK,), NO_TOKEN, tl.int32)
+    for start in range(0, length, BLOCK):
+        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
+        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
+        distances = measure_distances(apart, scale)
+        keys = apart.to(tl.int64, bitcast=True)
+        kept = (weigh(distances) >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
+        w0, w1, w2, w3 = draw_words(seed, index, tokens >> 1)
+        odd = (tokens & 1) != 0
+        gain = find_noise(tl.where(odd, w2, w0), tl.where(odd, w3, w1)) - distances
+        higher = kept & (gain > best)
+        token = tl.where(higher, tokens, token)
+        best = tl.where(higher, gain, best)
+    return tl.min(tl.where(best == tl.max(best, axis=0), token, NO_TOKEN), axis=0)
+
+
+@triton.jit
+def draw_by_sum(
+    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, high, low, seed, index,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first token before a cut at which the sum of weights exceeds a drawn share of all, the pair (high, low)."""
+    upper, lower = draw_share(seed, index)
+    nothing = tl.zeros((), tl.int64)
+    more_high, more_low = add_and_shift(high, low, lower, nothing, nothing)
+    target_high, target_low = add_and_shift(high, low, upper, more_high, more_low)
+    token = tl.full((), NO_TOKEN, tl.int32)
+    sum_high, sum_low = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for start in range(0, length, BLOCK):
+        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
+        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
+        weights = weigh(measure_distances(apart, scale))
+        keys = apart.to(tl.int64, bitcast=True)
+        kept = (weights >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
+        weights = tl.where(kept, weights, 0)
+        highs, lows = tl.cumsum(weights >> 32, axis=0) + sum_high, tl.cumsum(weights & WORD, axis=0) + sum_low
+        reached = is_less(target_high, target_low, highs + (lows >> 32), lows & WORD)
+        token = tl.minimum(token, tl.min(tl.where(reached, tokens, NO_TOKEN), axis=0))
+        sum_high += tl.sum(weights >> 32, axis=0)
+        sum_low += tl.sum(weights & WORD, axis=0)
+    return token
+
+
+@triton.jit
+def draw_token(
+    row_ptr, counts_ptr, penalties, ids_ptr, vocab, top, scale, least, top_k, top_p, seed, index,
+    listed, num_listed, farthest, list_high, list_low, count, high, low, INVERSE_CDF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draws a token of a row by what is kept of it.
+
+    listed, num_listed, farthest, list_high, list_low: Whether there is a list, of how many tokens, of keys up to which,
+        and their sum.
+    count, high, low: How many tokens there are of weights of at least `least`, and their sum; needed where top_k, top_p
+        or a CDF is asked for.
+    """
+    key, last = tl.full((), NOWHERE, tl.int64), tl.full((), LAST_ID, tl.int32)
+    share, round_up = units_of_share(top_p), tl.full((), 0x7FFFFFFF, tl.int64)
+    for stage in range(2):
+        limit, need_high, need_low = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        wanted = top_p < 1.0
+        if stage == 0:
+            limit = top_k
+            wanted = (top_k > 0) & (top_k < count)
+        else:
+            need_high, need_low = add_and_shift(high, low, share, need_high, round_up)
+        if wanted:
+            if listed & (key == NOWHERE):
+                if (limit <= num_listed) & (not is_less(list_high, list_low, need_high, need_low)):
+                    key, count, high, low = farthest, num_listed, list_high, list_low
+                else:
+                    listed = listed & False
+            length = vocab
+            if listed:
+                length = num_listed
+            key, last, count, high, low = find_cut(
+                row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, count,
+                high, low, limit, need_high, need_low, BLOCK,
+            )  # fmt: skip
+    listed = listed & (key != NOWHERE)
+    length = vocab
+    if listed:
+        length = num_listed
+    if INVERSE_CDF:
+        token = draw_by_sum(
+            row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, high, low, seed,
+            index, BLOCK,
+        )  # fmt: skip
+    else:
+        token = draw_by_noise(
+            row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, seed, index, BLOCK
+        )
+    return token
