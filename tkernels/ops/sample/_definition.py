@@ -155,10 +155,10 @@ def find_noise(tokens: Ints, seed: int, index: int) -> Ints:
     odd = np.array([((high << 32 | low) >> 12 << 1) + 1 for low, high in words], dtype=np.int64)  # u * 2**53
     exponent, rest = _take_apart(odd.astype(np.float64))
     whole = 52 - exponent
-    near = rest.astype(np.float64) * _evaluate_log(rest).astype(np.float64) * 2.0 ** -(53 + UNIT)  # rounded once
-    far = (whole << UNIT) + ((rest >> 22) * _evaluate_log(rest) >> UNIT)
-    exponent, rest = _take_apart(np.where(whole == 0, near, far.astype(np.float64) * 2.0**-UNIT))
-    return ((rest >> 22) * _evaluate_log(rest) >> UNIT) - ((exponent + 1) << UNIT)
+    below_one = _find_log(rest)
+    whole_too = (whole << 52) + (below_one * 2.0**52).astype(np.int64)  # then rounded to a float64 once
+    exponent, rest = _take_apart(np.where(whole == 0, below_one, whole_too.astype(np.float64) * 2.0**-52))
+    return (_find_log(rest) * 2.0**UNIT).astype(np.int64) - ((exponent + 1) << UNIT)
 
 
 def _take_apart(positive: Floats) -> tuple[Ints, Ints]:
@@ -167,13 +167,13 @@ def _take_apart(positive: Floats) -> tuple[Ints, Ints]:
     return (bits >> 52) - 1023, 2**52 - (bits & (2**52 - 1))
 
 
-def _evaluate_log(rest: Ints) -> Ints:
-    """-log2(1 - x) / x of x = rest * 2**-53, in units of 2**-31."""
+def _find_log(rest: Ints) -> Floats:
+    """-log2(1 - x) of x = rest * 2**-53, below 1: x times a polynomial in units of 2**-31, the product rounded once."""
     centered = (rest >> 22) - 2 ** (UNIT - 2)
     value = np.full_like(centered, LOG[-1])
     for coefficient in LOG[-2::-1]:
         value = coefficient + ((value * centered) >> UNIT)
-    return value
+    return rest.astype(np.float64) * value.astype(np.float64) * 2.0 ** -(53 + UNIT)
 
 
 def philox(seed: int, counter: tuple[int, int, int, int]) -> tuple[int, int, int, int]:

@@ -17,7 +17,8 @@ _QUARTER = tl.constexpr(1 << _constants.UNIT - 2)
 _LARGEST_WEIGHT = tl.constexpr(1 << _constants.TOP_WEIGHT)
 _TO_UNITS = tl.constexpr(2.0**_constants.UNIT)
 _TO_WEIGHT = tl.constexpr(2.0**_constants.TOP_WEIGHT)
-_FROM_UNITS = tl.constexpr(2.0**-_constants.UNIT)
+_TO_FRACTION = tl.constexpr(2.0**52)
+_FROM_FRACTION = tl.constexpr(2.0**-52)
 _FROM_PRODUCT = tl.constexpr(2.0 ** -(53 + _constants.UNIT))
 _FARTHEST = tl.constexpr(_constants.FARTHEST)
 _LOG2_E = tl.constexpr(_constants.LOG2_E)
@@ -79,11 +80,10 @@ def find_noise(low, high):
     odd = (((high << 20) | (low >> 12)) << 1) + 1  # u * 2**53
     exponent, rest = take_apart(odd.to(tl.float64))
     whole = 52 - exponent
-    slope = evaluate_log(rest)
-    near = rest.to(tl.float64) * slope.to(tl.float64) * _FROM_PRODUCT
-    far = ((rest >> 22) * slope >> UNIT) + (whole << UNIT)
-    exponent, rest = take_apart(tl.where(whole == 0, near, far.to(tl.float64) * _FROM_UNITS))
-    return ((rest >> 22) * evaluate_log(rest) >> UNIT) - ((exponent + 1) << UNIT)
+    below_one = find_log(rest)
+    whole_too = (below_one * _TO_FRACTION).to(tl.int64) + (whole << 52)
+    exponent, rest = take_apart(tl.where(whole == 0, below_one, whole_too.to(tl.float64) * _FROM_FRACTION))
+    return (find_log(rest) * _TO_UNITS).to(tl.int64) - ((exponent + 1) << UNIT)
 
 
 @triton.jit
@@ -94,9 +94,10 @@ def take_apart(positive):
 
 
 @triton.jit
-def evaluate_log(rest):
-    """-log2(1 - x) / x of x = rest * 2**-53, in units of 2**-31."""
-    return evaluate((rest >> 22) - _QUARTER, _LOG, _LOGS)
+def find_log(rest):
+    """-log2(1 - x) of x = rest * 2**-53, float64: one rounded product."""
+    slope = evaluate((rest >> 22) - _QUARTER, _LOG, _LOGS)
+    return rest.to(tl.float64) * slope.to(tl.float64) * _FROM_PRODUCT
 
 
 @triton.jit

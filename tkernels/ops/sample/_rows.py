@@ -3,7 +3,7 @@
 A cut (key, last) keeps the tokens that are less than `key` away, and of those that far the ones up to the id `last`.
 A key is a distance in scores as the bits of a float64 that is not negative, which are in the same order.
 
-Where a list of a row's tokens holds all that are looked for (`ids_ptr`, and `listed` says so), only these are read.
+Where a list holds all of a row's tokens that are looked for (`listed`), only it is read.
 """
 
 import triton
@@ -26,10 +26,8 @@ NOWHERE = tl.constexpr(0x7FF0000000000000)
 """The bits of an infinite distance."""
 WORD = tl.constexpr(0xFFFFFFFF)
 _NO_GAIN = tl.constexpr(-(2**62))
-LAST_ID = tl.constexpr(2**24)
-"""No vocabulary has more tokens."""
 _GUESSES = tl.constexpr(88)
-"""Each halves what is left of 2**63 keys, or of 2**24 ids behind them."""
+"""Each halves what is left of 2**63 keys, or of the 2**24 ids, at most, of one."""
 
 
 @triton.jit
@@ -43,21 +41,6 @@ def find_penalties(row, counts_ptr, slots_ptr, penalties_ptr, stride_counts_r):
         return counts_ptr + slot * stride_counts_r, (repetition, frequency, presence, slot >= 0)
     else:
         return None, None
-
-
-@triton.jit
-def load_tokens(ids_ptr, listed, start, length, BLOCK: tl.constexpr):
-    """(tokens, which of them are there) of a block of a row, or of the list of its tokens."""
-    offs = start + tl.arange(0, BLOCK)
-    inside = offs < length
-    if ids_ptr is not None:
-        if listed:  # noqa: SIM108  # a branch: what is not listed loads nothing
-            tokens = tl.load(ids_ptr + offs, mask=inside, other=NO_TOKEN)
-        else:
-            tokens = offs
-        return tokens, inside
-    else:
-        return offs, inside
 
 
 @triton.jit
@@ -101,29 +84,75 @@ def mark_token(token, top, broken):
 
 
 @triton.jit
-def add_up(row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, BLOCK: tl.constexpr):
-    """(how many tokens, their weights' sum as a pair) there are before a cut, of weights of at least `least`."""
+def load_block(
+    row_ptr, counts_ptr, penalties, list_ptr, listed, start, length, top, scale, least, BLOCK: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """(tokens, keys, weights) of a block of a row, or of the list of its tokens, which has all three; int64 but for the
+    tokens. A weight below `least`, and of what is not there, is 0.
+    """
+    offs = start + tl.arange(0, BLOCK)
+    inside = offs < length
+    if LIST > 0:
+        if listed:
+            tokens = tl.load(list_ptr + offs, mask=inside, other=NO_TOKEN).to(tl.int32)
+            keys = tl.load(list_ptr + LIST + offs, mask=inside, other=NOWHERE)
+            weights = tl.load(list_ptr + 2 * LIST + offs, mask=inside, other=0)
+        else:
+            tokens = offs
+            keys, weights = weigh_block(row_ptr, counts_ptr, penalties, offs, inside, top, scale, least)
+    else:
+        tokens = offs
+        keys, weights = weigh_block(row_ptr, counts_ptr, penalties, offs, inside, top, scale, least)
+    return tokens, keys, weights
+
+
+@triton.jit
+def weigh_block(row_ptr, counts_ptr, penalties, tokens, inside, top, scale, least):
+    """(keys, weights) of tokens of a row."""
+    apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
+    weights = weigh(measure_distances(apart, scale))
+    return apart.to(tl.int64, bitcast=True), tl.where(weights >= least, weights, 0)
+
+
+@triton.jit
+def add_up(
+    row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, last, BLOCK: tl.constexpr,
+    LIST: tl.constexpr,
+):  # fmt: skip
+    """(how many tokens there are before a cut, their weights' sum as a pair, the largest key before it, and the least
+    behind it).
+    """
     count = tl.zeros((BLOCK,), tl.int32)
-    highs = tl.zeros((BLOCK,), tl.int64)
-    lows = tl.zeros((BLOCK,), tl.int64)
+    highs, lows = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    largest, least_key = tl.full((BLOCK,), -1, tl.int64), tl.full((BLOCK,), NOWHERE, tl.int64)
     for start in range(0, length, BLOCK):
-        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
-        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
-        weights = weigh(measure_distances(apart, scale))
-        keys = apart.to(tl.int64, bitcast=True)
-        kept = (weights >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
+        tokens, keys, weights = load_block(
+            row_ptr, counts_ptr, penalties, list_ptr, listed, start, length, top, scale, least, BLOCK, LIST
+        )
+        before = is_before(tokens, keys, key, last)
+        kept = before & (weights > 0)
+        largest = tl.where(kept, tl.maximum(largest, keys), largest)
+        least_key = tl.where(before, least_key, tl.where(weights > 0, tl.minimum(least_key, keys), least_key))
         weights = tl.where(kept, weights, 0)
         count += kept.to(tl.int32)
         highs += weights >> 32
         lows += weights & WORD
     low = tl.sum(lows, axis=0)
-    return tl.sum(count, axis=0), tl.sum(highs, axis=0) + (low >> 32), low & WORD
+    high = tl.sum(highs, axis=0) + (low >> 32)
+    return tl.sum(count, axis=0), high, low & WORD, tl.max(largest, axis=0), tl.min(least_key, axis=0)
+
+
+@triton.jit
+def is_before(tokens, keys, key, last):
+    """Whether tokens lie before a cut."""
+    return (keys < key) | ((keys == key) & (tokens <= last))
 
 
 @triton.jit
 def find_cut(
-    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, count, high, low,
-    limit, need_high, need_low, BLOCK: tl.constexpr,
+    row_ptr, counts_ptr, penalties, list_ptr, listed, length, vocab, top, scale, least, key, last, count, high, low,
+    limit, need_high, need_low, BLOCK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """The nearest cut that keeps `limit` tokens and a sum of `need`, as (key, last, count, high, low).
 
@@ -140,16 +169,16 @@ def find_cut(
             guess = before + (last - before) // 2
             if by_key:
                 key = near + (far - near) // 2
-                guess = LAST_ID
-            counted, sum_high, sum_low = add_up(
-                row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, guess, BLOCK
+                guess = vocab - 1
+            counted, sum_high, sum_low, largest, least_key = add_up(
+                row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, guess, BLOCK, LIST
             )
             if (counted >= limit) & (not is_less(sum_high, sum_low, need_high, need_low)):
-                far, last, count, high, low = key, guess, counted, sum_high, sum_low
+                far, last, count, high, low = largest, guess, counted, sum_high, sum_low
             else:
                 count_near = counted
                 if by_key:
-                    near = key
+                    near = least_key - 1
                 else:
                     before = guess
     return far, last, count, high, low
@@ -157,22 +186,21 @@ def find_cut(
 
 @triton.jit
 def draw_by_noise(
-    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, seed, index,
-    BLOCK: tl.constexpr,
+    row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, last, seed, index,
+    BLOCK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """The token before a cut whose noise less its distance is the largest."""
     best = tl.full((BLOCK,), _NO_GAIN, tl.int64)
     token = tl.full((BLOCK,), NO_TOKEN, tl.int32)
     for start in range(0, length, BLOCK):
-        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
-        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
-        distances = measure_distances(apart, scale)
-        keys = apart.to(tl.int64, bitcast=True)
-        kept = (weigh(distances) >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
+        tokens, keys, weights = load_block(
+            row_ptr, counts_ptr, penalties, list_ptr, listed, start, length, top, scale, least, BLOCK, LIST
+        )
         w0, w1, w2, w3 = draw_words(seed, index, tokens >> 1)
         odd = (tokens & 1) != 0
-        gain = find_noise(tl.where(odd, w2, w0), tl.where(odd, w3, w1)) - distances
-        higher = kept & (gain > best)
+        noise = find_noise(tl.where(odd, w2, w0), tl.where(odd, w3, w1))
+        gain = noise - measure_distances(keys.to(tl.float64, bitcast=True), scale)
+        higher = (weights > 0) & is_before(tokens, keys, key, last) & (gain > best)
         token = tl.where(higher, tokens, token)
         best = tl.where(higher, gain, best)
     return tl.min(tl.where(best == tl.max(best, axis=0), token, NO_TOKEN), axis=0)
@@ -180,8 +208,8 @@ def draw_by_noise(
 
 @triton.jit
 def draw_by_sum(
-    row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, high, low, seed, index,
-    BLOCK: tl.constexpr,
+    row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, last, high, low, seed, index,
+    BLOCK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """The first token before a cut at which the sum of weights exceeds a drawn share of all, the pair (high, low)."""
     upper, lower = draw_share(seed, index)
@@ -191,12 +219,10 @@ def draw_by_sum(
     token = tl.full((), NO_TOKEN, tl.int32)
     sum_high, sum_low = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, length, BLOCK):
-        tokens, inside = load_tokens(ids_ptr, listed, start, length, BLOCK)
-        apart = -load_scores(row_ptr, counts_ptr, tokens, inside, penalties) + top
-        weights = weigh(measure_distances(apart, scale))
-        keys = apart.to(tl.int64, bitcast=True)
-        kept = (weights >= least) & ((keys < key) | ((keys == key) & (tokens <= last)))
-        weights = tl.where(kept, weights, 0)
+        tokens, keys, weights = load_block(
+            row_ptr, counts_ptr, penalties, list_ptr, listed, start, length, top, scale, least, BLOCK, LIST
+        )
+        weights = tl.where(is_before(tokens, keys, key, last), weights, 0)
         highs, lows = tl.cumsum(weights >> 32, axis=0) + sum_high, tl.cumsum(weights & WORD, axis=0) + sum_low
         reached = is_less(target_high, target_low, highs + (lows >> 32), lows & WORD)
         token = tl.minimum(token, tl.min(tl.where(reached, tokens, NO_TOKEN), axis=0))
@@ -207,17 +233,18 @@ def draw_by_sum(
 
 @triton.jit
 def draw_token(
-    row_ptr, counts_ptr, penalties, ids_ptr, vocab, top, scale, least, top_k, top_p, seed, index,
-    listed, num_listed, farthest, list_high, list_low, count, high, low, INVERSE_CDF: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, counts_ptr, penalties, list_ptr, vocab, top, scale, least, top_k, top_p, seed, index,
+    listed, num_listed, farthest, list_high, list_low, count, high, low,
+    INVERSE_CDF: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
     """Draws a token of a row by what is kept of it.
 
-    listed, num_listed, farthest, list_high, list_low: Whether there is a list, of how many tokens, of keys up to which,
-        and their sum.
+    listed, num_listed, farthest, list_high, list_low: Whether there is a list (never where LIST is 0), of how many
+        tokens, of keys up to which, and their sum.
     count, high, low: How many tokens there are of weights of at least `least`, and their sum; needed where top_k, top_p
         or a CDF is asked for.
     """
-    key, last = tl.full((), NOWHERE, tl.int64), tl.full((), LAST_ID, tl.int32)
+    key, last = tl.full((), NOWHERE, tl.int64), vocab - 1
     share, round_up = units_of_share(top_p), tl.full((), 0x7FFFFFFF, tl.int64)
     for stage in range(2):
         limit, need_high, need_low = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
@@ -228,17 +255,18 @@ def draw_token(
         else:
             need_high, need_low = add_and_shift(high, low, share, need_high, round_up)
         if wanted:
-            if listed & (key == NOWHERE):
-                if (limit <= num_listed) & (not is_less(list_high, list_low, need_high, need_low)):
-                    key, count, high, low = farthest, num_listed, list_high, list_low
-                else:
-                    listed = listed & False
+            if listed:  # noqa: SIM102  # known to be false where there never is a list
+                if key == NOWHERE:
+                    if (limit <= num_listed) & (not is_less(list_high, list_low, need_high, need_low)):
+                        key, count, high, low = farthest, num_listed, list_high, list_low
+                    else:
+                        listed = listed & False
             length = vocab
             if listed:
                 length = num_listed
             key, last, count, high, low = find_cut(
-                row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, count,
-                high, low, limit, need_high, need_low, BLOCK,
+                row_ptr, counts_ptr, penalties, list_ptr, listed, length, vocab, top, scale, least, key, last,
+                count, high, low, limit, need_high, need_low, BLOCK, LIST,
             )  # fmt: skip
     listed = listed & (key != NOWHERE)
     length = vocab
@@ -246,11 +274,12 @@ def draw_token(
         length = num_listed
     if INVERSE_CDF:
         token = draw_by_sum(
-            row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, high, low, seed,
-            index, BLOCK,
+            row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, last, high, low, seed,
+            index, BLOCK, LIST,
         )  # fmt: skip
     else:
         token = draw_by_noise(
-            row_ptr, counts_ptr, penalties, ids_ptr, listed, length, top, scale, least, key, last, seed, index, BLOCK
-        )
+            row_ptr, counts_ptr, penalties, list_ptr, listed, length, top, scale, least, key, last, seed, index, BLOCK,
+            LIST,
+        )  # fmt: skip
     return token

@@ -205,11 +205,10 @@ def _odd(low: Array, high: Array) -> Array:
 def _noise(odd: torch.Tensor) -> torch.Tensor:
     """-log2(-log2(odd / 2**53)) in units of 2**-31."""
     exponent, rest = _take_apart(odd.double())
-    whole, slope = 52 - exponent, _evaluate_log(rest)
-    near = rest.double() * slope.double() * 2.0 ** -(53 + UNIT)
-    far = (whole << UNIT) + ((rest >> 22) * slope >> UNIT)
-    exponent, rest = _take_apart(torch.where(whole == 0, near, far.double() * 2.0**-UNIT))
-    return ((rest >> 22) * _evaluate_log(rest) >> UNIT) - ((exponent + 1) << UNIT)
+    whole, below_one = 52 - exponent, _find_log(rest)
+    whole_too = (whole << 52) + (below_one * 2.0**52).long()
+    exponent, rest = _take_apart(torch.where(whole == 0, below_one, whole_too.double() * 2.0**-52))
+    return (_find_log(rest) * 2.0**UNIT).long() - ((exponent + 1) << UNIT)
 
 
 def _take_apart(positive: torch.Tensor) -> Pair:
@@ -218,13 +217,13 @@ def _take_apart(positive: torch.Tensor) -> Pair:
     return (bits >> 52) - 1023, (1 << 52) - (bits & ((1 << 52) - 1))
 
 
-def _evaluate_log(rest: torch.Tensor) -> torch.Tensor:
-    """-log2(1 - x) / x of x = rest * 2**-53, in units of 2**-31."""
+def _find_log(rest: torch.Tensor) -> torch.Tensor:
+    """-log2(1 - x) of x = rest * 2**-53, float64."""
     centered = (rest >> 22) - (1 << UNIT - 2)
     value = torch.full_like(centered, LOG[-1])
     for coefficient in LOG[-2::-1]:
         value = ((value * centered) >> UNIT) + coefficient
-    return value
+    return rest.double() * value.double() * 2.0 ** -(53 + UNIT)
 
 
 def _philox(seeds: Array, c0: Array, c1: Array, c2: Array) -> tuple[Array, Array, Array, Array]:

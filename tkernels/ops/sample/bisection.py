@@ -13,7 +13,6 @@ from tkernels import Config, Run, Variant
 from tkernels.ops.arguments import pointers
 from tkernels.ops.sample._device import least_weight, scale_of
 from tkernels.ops.sample._rows import (
-    LAST_ID,
     NOWHERE,
     add_up,
     can_draw,
@@ -44,12 +43,12 @@ def sample_bisection(
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         count, high, low = tl.zeros((), tl.int32), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
         if (top_k > 0) | (top_p < 1.0) | INVERSE_CDF:
-            count, high, low = add_up(
-                row_ptr, counts_ptr, penalties, None, False, vocab, top, scale, least, NOWHERE, LAST_ID, BLOCK_V
+            count, high, low, _, _ = add_up(
+                row_ptr, counts_ptr, penalties, None, False, vocab, top, scale, least, NOWHERE, vocab - 1, BLOCK_V, 0
             )
         token = draw_token(
             row_ptr, counts_ptr, penalties, None, vocab, top, scale, least, top_k, top_p, tl.load(seeds_ptr + row),
-            tl.load(indices_ptr + row).to(tl.int32), False, 0, NOWHERE, 0, 0, count, high, low, INVERSE_CDF, BLOCK_V,
+            tl.load(indices_ptr + row).to(tl.int32), False, 0, NOWHERE, 0, 0, count, high, low, INVERSE_CDF, BLOCK_V, 0,
         )  # fmt: skip
     tl.store(tokens_ptr + row, mark_token(token, top, broken))
 
@@ -93,7 +92,7 @@ VARIANT = Variant(
     default={
         "": Config(BLOCK_V=1024, num_warps=8, maxnreg=128),
         "gfx942": Config(BLOCK_V=2048, num_warps=8),
-        "interpreter": Config(BLOCK_V=256),
+        "interpreter": Config(BLOCK_V=512),
     },
     key=("V",),
     deterministic=True,

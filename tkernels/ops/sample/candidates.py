@@ -14,9 +14,8 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.sample._device import least_weight, load_scores, measure_distances, scale_of, weigh
+from tkernels.ops.sample._device import least_weight, scale_of
 from tkernels.ops.sample._rows import (
-    LAST_ID,
     NOWHERE,
     WORD,
     add_up,
@@ -25,6 +24,7 @@ from tkernels.ops.sample._rows import (
     find_highest,
     find_penalties,
     mark_token,
+    weigh_block,
 )
 
 CONFIGS = tuple(
@@ -62,29 +62,27 @@ def find_reach(parts_ptr, num_parts, top, goal, BLOCK: tl.constexpr):
 def list_tokens(
     list_ptr, row_ptr, counts_ptr, penalties, vocab, top, scale, least, reach, LIST: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Lists the tokens within reach, as many as LIST, of weights of at least `least`: (how many there are, their sum as
-    a pair, how many there are within reach or not, and their sum).
+    """Lists tokens within reach, LIST at most, of weights of at least `least`, as `load_block` reads them.
+
+    Returns (how many there are within reach, how many there are in all, and the sum of these as a pair).
     """
     num_listed = tl.zeros((), tl.int32)
-    listed_highs, listed_lows = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     counts, highs, lows = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
     for start in range(0, vocab, BLOCK):
         tokens = start + tl.arange(0, BLOCK)
-        apart = -load_scores(row_ptr, counts_ptr, tokens, tokens < vocab, penalties) + top
-        weights = weigh(measure_distances(apart, scale))
-        weights = tl.where(weights >= least, weights, 0)
+        keys, weights = weigh_block(row_ptr, counts_ptr, penalties, tokens, tokens < vocab, top, scale, least)
         counts += (weights > 0).to(tl.int32)
         highs += weights >> 32
         lows += weights & WORD
-        near = (weights > 0) & (apart.to(tl.int64, bitcast=True) <= reach)
-        listed_highs += tl.where(near, weights >> 32, 0)
-        listed_lows += tl.where(near, weights & WORD, 0)
+        near = (weights > 0) & (keys <= reach)
         places = tl.cumsum(near.to(tl.int32), axis=0) + (num_listed - 1)
-        tl.store(list_ptr + places, tokens, mask=near & (places < LIST))
         num_listed += tl.sum(near.to(tl.int32), axis=0)
-    list_low, low = tl.sum(listed_lows, axis=0), tl.sum(lows, axis=0)
-    list_high, high = tl.sum(listed_highs, axis=0) + (list_low >> 32), tl.sum(highs, axis=0) + (low >> 32)
-    return num_listed, list_high, list_low & WORD, tl.sum(counts, axis=0), high, low & WORD
+        near &= places < LIST
+        tl.store(list_ptr + places, tokens.to(tl.int64), mask=near)
+        tl.store(list_ptr + LIST + places, keys, mask=near)
+        tl.store(list_ptr + 2 * LIST + places, weights, mask=near)
+    low = tl.sum(lows, axis=0)
+    return num_listed, tl.sum(counts, axis=0), tl.sum(highs, axis=0) + (low >> 32), low & WORD
 
 
 @triton.jit
@@ -114,18 +112,22 @@ def sample_candidates(
             tl.debug_barrier()  # the parts' maxima are there for all threads
             if vocab > LIST:
                 reach = find_reach(parts_ptr, num_parts, top, tl.minimum(LIST // 4, num_parts // 2), BLOCK_V)
-            num_listed, list_high, list_low, count, high, low = list_tokens(
+            num_listed, count, high, low = list_tokens(
                 list_ptr, row_ptr, counts_ptr, penalties, vocab, top, scale, least, reach, LIST, BLOCK_V
             )
             tl.debug_barrier()  # the list is
+            _, list_high, list_low, reach, _ = add_up(
+                row_ptr, counts_ptr, penalties, list_ptr, True, tl.minimum(num_listed, LIST), top, scale, least,
+                NOWHERE, vocab - 1, BLOCK_V, LIST,
+            )  # fmt: skip
         elif INVERSE_CDF:
-            count, high, low = add_up(
-                row_ptr, counts_ptr, penalties, None, False, vocab, top, scale, least, NOWHERE, LAST_ID, BLOCK_V
+            count, high, low, _, _ = add_up(
+                row_ptr, counts_ptr, penalties, None, False, vocab, top, scale, least, NOWHERE, vocab - 1, BLOCK_V, 0
             )
         token = draw_token(
             row_ptr, counts_ptr, penalties, list_ptr, vocab, top, scale, least, top_k, top_p, tl.load(seeds_ptr + row),
             tl.load(indices_ptr + row).to(tl.int32), cuts & (num_listed <= LIST), num_listed, reach, list_high,
-            list_low, count, high, low, INVERSE_CDF, BLOCK_V,
+            list_low, count, high, low, INVERSE_CDF, BLOCK_V, LIST,
         )  # fmt: skip
     tl.store(tokens_ptr + row, mark_token(token, top, broken))
 
@@ -162,7 +164,7 @@ def launch(
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> dict[str, Buffer]:
     rows, parts = int(axes["B"]), triton.cdiv(int(axes["V"]), config["PART"])
-    return {"parts": Buffer((rows, parts), torch.float64), "list": Buffer((rows, config["LIST"]), torch.int32)}
+    return {"parts": Buffer((rows, parts), torch.float64), "list": Buffer((rows, 3 * config["LIST"]), torch.int64)}
 
 
 VARIANT = Variant(
@@ -170,11 +172,12 @@ VARIANT = Variant(
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    # As bisection's. 4096 candidates are 1024 that are looked for, and as many more where they lie side by side.
+    # 4 tokens a thread, as bisection's. With 168 registers a multiprocessor holds three rows, with 128 threads spill.
+    # 4096 candidates are 1024 that are looked for, and what else is in their parts.
     default={
-        "": Config(BLOCK_V=1024, LIST=4096, PART=32, num_warps=8),
+        "": Config(BLOCK_V=512, LIST=4096, PART=32, num_warps=4, maxnreg=168),
         "gfx942": Config(BLOCK_V=2048, LIST=4096, PART=32, num_warps=8),
-        "interpreter": Config(BLOCK_V=256, LIST=32, PART=8),
+        "interpreter": Config(BLOCK_V=512, LIST=32, PART=8),
     },
     key=("V",),
     deterministic=True,

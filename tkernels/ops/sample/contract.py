@@ -124,7 +124,7 @@ CONTRACT = Contract(
     baseline=baseline,
     axes=(
         Int("B", 0, 2**31 - 1, (0, 1, 2, 3, 5), "rows", batch=True, wide=(4,)),
-        Int("V", 1, 2**24, (1, 2, 31, 64, 100, 257), "tokens of the vocabulary", wide=(1000, 4100)),
+        Int("V", 1, 2**24, (1, 2, 31, 64, 100, 700), "tokens of the vocabulary", wide=(1000, 4100)),
         Int("R", 0, 2**31 - 1, (1, 2, 4), "slots of counts", batch=True),
         Choice("score", ("float32",), "dtype of the logits", legal=("float32", "float64")),
         *(Choice(name, (False, True)) for name in _PENALIZED),
