@@ -31,16 +31,12 @@ _GUESSES = tl.constexpr(88)
 
 
 @triton.jit
-def find_penalties(row, counts_ptr, slots_ptr, penalties_ptr, stride_counts_r):
-    """(where the counts of a row begin, its penalties as `load_scores` takes them)."""
-    if counts_ptr is not None:
-        slot = tl.load(slots_ptr + row)
-        repetition = tl.load(penalties_ptr + 3 * row).to(tl.float64)
-        frequency = tl.load(penalties_ptr + 3 * row + 1).to(tl.float64)
-        presence = tl.load(penalties_ptr + 3 * row + 2).to(tl.float64)
-        return counts_ptr + slot * stride_counts_r, (repetition, frequency, presence, slot >= 0)
-    else:
-        return None, None
+def load_penalties(penalties_ptr, slot):
+    """A row's penalties as `load_scores` takes them; none where its slot is -1."""
+    repetition = tl.load(penalties_ptr).to(tl.float64)
+    frequency = tl.load(penalties_ptr + 1).to(tl.float64)
+    presence = tl.load(penalties_ptr + 2).to(tl.float64)
+    return repetition, frequency, presence, slot >= 0
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from tkernels.ops.sample._rows import (
     can_draw,
     draw_token,
     find_highest,
-    find_penalties,
+    load_penalties,
     mark_token,
 )
 
@@ -35,7 +35,11 @@ def sample_bisection(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * stride_logits_b
-    counts_ptr, penalties = find_penalties(row, counts_ptr, slots_ptr, penalties_ptr, stride_counts_r)
+    penalties = None
+    if counts_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        counts_ptr += slot * stride_counts_r
+        penalties = load_penalties(penalties_ptr + 3 * row, slot)
     top, token, broken = find_highest(row_ptr, counts_ptr, penalties, vocab, None, False, 1, BLOCK_V)
     temperature = tl.load(temperature_ptr + row)
     if can_draw(temperature, top, broken):

@@ -22,7 +22,7 @@ from tkernels.ops.sample._rows import (
     can_draw,
     draw_token,
     find_highest,
-    find_penalties,
+    load_penalties,
     mark_token,
     weigh_block,
 )
@@ -95,7 +95,11 @@ def sample_candidates(
     row_ptr = logits_ptr + row * stride_logits_b
     parts_ptr += row * stride_parts_b
     list_ptr += row * stride_list_b
-    counts_ptr, penalties = find_penalties(row, counts_ptr, slots_ptr, penalties_ptr, stride_counts_r)
+    penalties = None
+    if counts_ptr is not None:
+        slot = tl.load(slots_ptr + row)
+        counts_ptr += slot * stride_counts_r
+        penalties = load_penalties(penalties_ptr + 3 * row, slot)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     temperature = tl.load(temperature_ptr + row)
     cuts = (top_k > 0) | (top_p < 1.0)
