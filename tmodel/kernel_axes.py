@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
 from tkernels.variant import AxisRanges
@@ -23,7 +25,7 @@ def kernel_axes(config: ModelConfig, limits: Limits) -> Axes:
 
 
 def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
-    """What builds a step's inputs and moves the cache's pages."""
+    """What builds a step's inputs, moves the cache's pages and takes tokens."""
     copies: list[AxisRanges] = [
         {
             "pairs": (0, limits.num_blocks),
@@ -46,6 +48,12 @@ def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
             "T": (0, limits.max_num_tokens),
             "N": (1, _table_width(limits)),
             "page_size": limits.block_size,
+        },
+        "sample": {
+            "B": (0, limits.max_num_seqs),
+            "V": config.vocab_size,
+            "R": (1, 2 * limits.max_num_seqs),
+            "score": "float64" if config.dtype == torch.float64 else "float32",
         },
     }
 

@@ -34,6 +34,7 @@ GPU_FRACTION = 0.9  # the rest of a GPU's memory is for activations, logits and 
 CPU_CACHE_BYTES = 2**30
 DtypeName = Literal["float32", "float16", "bfloat16", "float64"]
 DTYPES: tuple[str, ...] = get_args(DtypeName)
+SAMPLINGS = ("gumbel", "inverse_cdf")
 DEVICE = re.compile(r"(cpu|cuda)(:\d+)?")
 
 Section = Literal["scheduler", "experiment", "program"]
@@ -332,6 +333,13 @@ class EngineOptions:
     seed: Annotated[
         int, Option("where the random numbers of requests without a seed come from", ge=0, lt=2**64, section="program")
     ] = 0
+    sampling: Annotated[
+        str,
+        Option(
+            "how a token is drawn: by Gumbel's noise, a random number a token, or by one number a row",
+            choices=SAMPLINGS,
+        ),
+    ] = "gumbel"
     order: Annotated[str, Option("who is admitted first and gives way last", choices=tuple(ORDERS))] = "fcfs"
     preemption: Annotated[str, Option("what becomes of a request that gives way", choices=tuple(PREEMPTIONS))] = (
         "recompute"

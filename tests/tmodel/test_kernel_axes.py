@@ -23,6 +23,7 @@ TOKENS = (1, 64)
 POOL = {"P": 32, "S": 8}
 NO_SCALES = {"k_scale": False, "v_scale": False}
 STEP_INPUTS = {"R": 4, "B": (0, 4), "T": (0, 64), "N": (1, 8), "page_size": 8}  # 60 tokens are 8 blocks of 8
+SAMPLE = {"B": (0, 4), "R": (1, 8), "score": "float32"}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 160,
     "eos_token_id": None,
@@ -55,6 +56,7 @@ def test_those_of_a_qwen3_whose_layers_differ() -> None:
         **attention(heads, (0, 7)),
         "copy_pages": {"pairs": (0, 32), "C": 4, **POOL, "Hkv": 2, "D": 16},
         "step_inputs": STEP_INPUTS,
+        "sample": {**SAMPLE, "V": 40},
     }  # fmt: skip
 
 
@@ -74,6 +76,7 @@ def test_those_of_a_gpt2(activation: str, tanh: bool) -> None:
         **attention(heads, (0, 0)),
         "copy_pages": {"pairs": (0, 32), "C": 6, **POOL, "Hkv": 4, "D": 16},
         "step_inputs": STEP_INPUTS,
+        "sample": {**SAMPLE, "V": 97},
     }
 
 

@@ -23,6 +23,7 @@ from tests.tsched.hash_model import HashModel
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts
 from tkernels.ops.copy_pages.contract import baseline as copy_pages
+from tkernels.ops.sample.contract import baseline as sample
 from tkernels.ops.step_inputs.contract import baseline as step_inputs
 from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
 from tmodel.batch import Batch
@@ -217,7 +218,7 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
             old, pages = engine._runner._model, engine._runner._pages
             assert isinstance(old, HashModel)
             assert pages is not None
-            engine.use_model(make_model(), step_inputs=step_inputs, pages=pages)
+            engine.use_model(make_model(), step_inputs=step_inputs, sample=sample, pages=pages)
             if isinstance(old, LaunchedModel | LaunchedSplitModel):
                 old.is_retired = True
         engine.step()

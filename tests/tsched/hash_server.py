@@ -1,7 +1,7 @@
 """A scheduler with a device whose pages hold plain facts: which token of whom, at which place.
 
 The next token is a hash of all that a sequence reads back through its block table, of its tenant, and, where it is
-sampled, of the uniform number for that output: one wrong slot, stale page, copy that came late or foreign block
+sampled, of the seed and the place in the output: one wrong slot, stale page, copy that came late or foreign block
 changes every token from there on, and text that collapses into repetition hides nothing.
 """
 
@@ -18,7 +18,7 @@ from tests.tsched.array_pages import ArrayPages
 from tests.tsched.random_schedules import EOS, MAX_MODEL_LEN, VOCAB_SIZE, Request, Schedule
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import check_plan
-from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
+from tsched.execution.random_numbers import SeedTable, find_seed
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler, StepPlan
 from tsched.scheduling.sequence import Ints, Sequence
@@ -28,11 +28,16 @@ Floats = NDArray[np.float64]
 EMPTY = -1
 
 
-def next_token(history: Ints, tenant: int, uniform: float) -> int:
+def next_token(history: Ints, tenant: int, draw: int) -> int:
     """What follows `history` [n, 2], each a token and its place; every 23rd is the end."""
     facts = zlib.crc32(np.ascontiguousarray(history, dtype=np.int64).tobytes())
-    value = zlib.crc32(np.array([facts, tenant, uniform], dtype=np.float64).tobytes())
+    value = zlib.crc32(np.array([facts, tenant, draw], dtype=np.int64).tobytes())
     return EOS if value % 23 == 0 else 1 + value % (VOCAB_SIZE - 1)
+
+
+def draw_of(seed: int, index: int) -> int:
+    """A random number of an output, by its request's seed."""
+    return zlib.crc32(np.array([seed, index], dtype=np.int64).tobytes())
 
 
 def tenant_of(salt: bytes) -> int:
@@ -63,7 +68,7 @@ class PagedDevice:
         self.tables = np.full_like(table.blocks, EMPTY)
         self._num_known = np.zeros(table.num_rows, dtype=np.int64)  # entries of each table that plans have named
         self.tenants: dict[int, int] = {}  # of the sequences, by number
-        self._uniforms = UniformTable(table, seed=0)
+        self._seeds = SeedTable(table, 0)
         self._under_way: dict[tuple[int, int], int] = {}  # (row, epoch) -> the token that the last plan sampled
 
     def carry_out(self, plan: StepPlan) -> Ints:
@@ -110,21 +115,21 @@ class PagedDevice:
 
     def _sample(self, plan: StepPlan) -> Ints:
         table, rows = self.scheduler.table, plan.sampled_rows
-        drawn = self._uniforms.find_uniforms(rows, plan.lengths - table.prompt_len[rows])
+        seeds, indices = self._seeds.find_seeds(rows), plan.lengths - table.prompt_len[rows]
         tokens = np.empty(rows.size, dtype=np.int64)
         for i, (row, length) in enumerate(zip(rows.tolist(), plan.lengths.tolist(), strict=True)):
-            uniform = float(drawn[i]) if table.temperature[row] > 0 else 0.0
-            tokens[i] = self.token_of(row, length, uniform)
+            draw = draw_of(int(seeds[i]), int(indices[i])) if table.temperature[row] > 0 else 0
+            tokens[i] = self.token_of(row, length, draw)
         self._under_way = {
             (row, int(table.epoch[row])): token for row, token in zip(rows.tolist(), tokens.tolist(), strict=True)
         }
         return tokens
 
-    def token_of(self, row: int, length: int, uniform: float) -> int:
+    def token_of(self, row: int, length: int, draw: int) -> int:
         """What follows the first `length` tokens that the row reads back."""
         facts = self.pages[self._slots(row, np.arange(length))]  # [length, 3]
         tenants = np.unique(facts[:, 2])
-        return next_token(facts[:, :2], int(tenants[0]) if tenants.size == 1 else EMPTY, uniform)
+        return next_token(facts[:, :2], int(tenants[0]) if tenants.size == 1 else EMPTY, draw)
 
     def _tenant(self, row: int) -> int:
         sequence = self.scheduler.table.sequences[row]
@@ -147,9 +152,9 @@ class HashServer:
     def make_device(self) -> PagedDevice:
         return PagedDevice(self.scheduler)
 
-    def token_alone(self, tokens: list[int], tenant: int, uniform: float) -> int:
+    def token_alone(self, tokens: list[int], tenant: int, draw: int) -> int:
         """What follows `tokens` in a sequence that nobody disturbs."""
-        return next_token(np.stack((np.array(tokens), np.arange(len(tokens))), axis=1), tenant, uniform)
+        return next_token(np.stack((np.array(tokens), np.arange(len(tokens))), axis=1), tenant, draw)
 
     def add(self, numbers: list[int], request: Request) -> list[Sequence]:
         self.device.tenants |= dict.fromkeys(numbers, tenant_of(request.salt))
@@ -184,10 +189,10 @@ class HashServer:
         params, length = request.params, len(request.prompt)
         tokens = [*request.prompt, *request.given]
         ends = {*params.stop_ids} | (set() if params.ignore_eos else {EOS})
-        key = philox_key(0, Sequence(number, request.prompt, params, MAX_MODEL_LEN))
-        drawn = draw_uniforms(key, 0, MAX_MODEL_LEN) if params.temperature > 0 else np.zeros(MAX_MODEL_LEN)
+        seed = find_seed(0, Sequence(number, request.prompt, params, MAX_MODEL_LEN))
         while True:
-            tokens.append(self.token_alone(tokens, tenant_of(request.salt), float(drawn[len(tokens) - length])))
+            draw = draw_of(seed, len(tokens) - length) if params.temperature > 0 else 0
+            tokens.append(self.token_alone(tokens, tenant_of(request.salt), draw))
             num_output = len(tokens) - length
             if tokens[-1] in ends and num_output > params.min_tokens:
                 return tokens[length:], "stop"

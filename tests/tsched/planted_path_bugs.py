@@ -18,16 +18,19 @@ from tests.tsched.device_worlds import World, check_world, serve_on_host
 from tests.tsched.planted_bugs import PlantedBug, planted
 from tkernels.ops.copy_pages import contract as copy_pages
 from tkernels.ops.kv_scatter import contract as kv_scatter
+from tkernels.ops.sample import _torch
 from tkernels.runtime import CudaRecorder, CudaRuntime
 from tkernels.workspace import ZeroedBuffers
 from tmodel.kv_cache import CachePages
-from tsched.execution import cache_size, sampler, token_masks
+from tsched.execution import cache_size, token_masks
 from tsched.execution.batch_builder import BatchBuilder
 from tsched.execution.cuda_graphs import DecodeGraphs
 from tsched.execution.device_state import DeviceState
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
+from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.prefill_graphs import PrefillGraphs
+from tsched.execution.sampler import Sampler
 
 Owner = type | ModuleType
 
@@ -156,33 +159,30 @@ BRANCHES = (
             "np.concatenate((prefill_tokens, -1 - rows[:num_decodes]))"),
     }),
     Branch("the sampler", (path_checks.check_sampling,), {
-        "a row without a finite logit gets a token": (sampler, "_most_likely_tokens",
-            "highest.isfinite()", "highest == highest"),
-        "the most likely token is asked for on the host": (sampler, "_most_likely_tokens",
-            "return places, highest.isfinite()",
-            "finite = highest.isfinite()\n    return places, None if bool(finite.all()) else finite"),
-        "the last of equal tokens is taken": (sampler, "_most_likely_tokens",
-            "highest, places = logits.max(dim=-1)",
-            "highest, places = logits.flip(-1).max(dim=-1)\n    places = logits.shape[1] - 1 - places"),
-        "shares have another base": (sampler, "_exponentiate", "return shares.exp_()", "return shares.exp2_()"),
-        "small shares are dropped": (sampler, "_exponentiate",
-            "return shares.exp_()", "return shares.exp_().masked_fill_(shares < 1e-3, 0.0)"),
-        "shares are rounded": (sampler, "_exponentiate", "return shares.exp_()",
-            "return shares.float().exp_().half().double()"),
-        "ties are not resolved": (sampler, "_keep_most_likely",
-            "if not runtime.is_host or bool(", "if runtime.is_host and bool("),
-        "the host asks whether there are ties": (sampler, "_keep_most_likely",
-            "if not runtime.is_host or bool(", "if bool("),
-        "the smallest are taken": (sampler, "_sort_largest", "values.topk(count, dim=-1)",
-            "values.topk(count, dim=-1, largest=False)"),
-        "all are sorted in ascending order": (sampler, "_sort_largest", "descending=True", "descending=False"),
-        "one too few is taken": (sampler, "_sort_largest", "values.topk(count, dim=-1).values",
-            "torch.nn.functional.pad(values.topk(count - 1, dim=-1).values, (0, 1))"),
-        "top_p is ignored": (sampler, "filtered_probabilities", "| (top_p < 1.0)", "| (top_p < runtime.is_host)"),
-        "min_p is ignored": (sampler, "filtered_probabilities",
-            "if min_p.any():", "if runtime.is_host and min_p.any():"),
-        "a uniform number is another row's": (sampler, "draw_tokens", "runtime.send(uniform)",
-            "runtime.send(uniform if runtime.is_host else uniform[::-1])"),
+        "a row without a finite logit gets a token": (Sampler, "sample",
+            ".masked_fill_(tokens.index_select(0, index) < 0, NOT_FINITE)", ""),
+        "what is left is asked for on the host": (Sampler, "sample",
+            "index = self._runtime.send(changed)",
+            "index = self._runtime.send(changed)\n        bool((tokens < 0).any())"),
+        "the last of equal tokens is taken": (_torch, "_find_highest",
+            "highest, token = scores.max(dim=1)",
+            "highest, token = scores.flip(1).max(dim=1)\n        token = scores.shape[1] - 1 - token"),
+        "small shares are dropped": (_torch, "_draw",
+            "kept = weights >= least", "kept = weights >= least + (not is_host) * 2**58"),
+        "all are sorted in descending order": (_torch, "_sort",
+            "values.sort(dim=1)", "values.sort(dim=1, descending=True)"),
+        "noise is another token's": (_torch, "_perturb",
+            "[_odd(*words[:2]), _odd(*words[2:])]", "[_odd(*words[2:]), _odd(*words[:2])]"),
+        "filters are ignored": (_torch, "_draw",
+            "if not is_host or bool(((top_k > 0) | (top_p < 1.0)).any()):",
+            "if is_host and bool(((top_k > 0) | (top_p < 1.0)).any()):"),
+        "min_p is ignored": (_torch, "_draw", "(min_p * 2.0**TOP_WEIGHT)", "(min_p * is_host * 2.0**TOP_WEIGHT)"),
+        "the host asks whether any row draws": (_torch, "baseline",
+            "if not is_host or bool((temperature > 0).any()):", "if bool((temperature > 0).any()):"),
+        "a seed is another row's": (Sampler, "_choose", "self._seeds.find_seeds(drawn)",
+            "self._seeds.find_seeds(drawn)[:: 1 if self._runtime.is_host else -1]"),
+        "a row is penalized as another": (PenaltyCounts, "update", "self._runtime.send(slots)",
+            "self._runtime.send(slots if self._runtime.is_host else slots[::-1])"),
     }),
     Branch("masks of tokens", (path_checks.check_masks,), {
         "what is allowed is barred": (token_masks, "bar_others", ".logical_not_()", ""),

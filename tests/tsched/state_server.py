@@ -24,8 +24,8 @@ def hash_after(before: int, tokens: Ints) -> int:
     return zlib.crc32(np.ascontiguousarray(tokens, dtype=np.int64).tobytes(), before)
 
 
-def token_after(place: int, state: int, tenant: int, uniform: float) -> int:
-    return next_token(np.array([[place, state]]), tenant, uniform)
+def token_after(place: int, state: int, tenant: int, draw: int) -> int:
+    return next_token(np.array([[place, state]]), tenant, draw)
 
 
 class StateDevice(PagedDevice):
@@ -60,9 +60,9 @@ class StateDevice(PagedDevice):
             self.states[written] = place + tokens.size, hash_after(value, tokens), tenant
             self._written[row] = written
 
-    def token_of(self, row: int, length: int, uniform: float) -> int:
+    def token_of(self, row: int, length: int, draw: int) -> int:
         place, value, tenant = self.states[self._written[row]].tolist()
-        return token_after(place, value, tenant, uniform)
+        return token_after(place, value, tenant, draw)
 
 
 class StateServer(HashServer):
@@ -80,5 +80,5 @@ class StateServer(HashServer):
     def make_device(self) -> PagedDevice:
         return StateDevice(self.scheduler)
 
-    def token_alone(self, tokens: list[int], tenant: int, uniform: float) -> int:
-        return token_after(len(tokens), hash_after(0, np.array(tokens)), tenant, uniform)
+    def token_alone(self, tokens: list[int], tenant: int, draw: int) -> int:
+        return token_after(len(tokens), hash_after(0, np.array(tokens)), tenant, draw)

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from tests.tkernels.simulated_cuda import DEVICE, SimulatedCuda
 from tests.tkernels.simulated_streams import late
+from tkernels.ops.sample._definition import reference
 from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
-from tsched.execution.random_numbers import UniformTable, draw_uniforms, philox_key
+from tsched.execution.random_numbers import SeedTable, find_seed
 from tsched.execution.readback import HostReader, Outcome
-from tsched.execution.sampler import NONE_LEFT, NOT_FINITE, Sampler, draw_tokens, filtered_probabilities, token_logprobs
+from tsched.execution.sampler import NONE_LEFT, NOT_FINITE, Sampler, token_logprobs
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.sequence import Sequence, SequenceTable
@@ -33,13 +34,14 @@ def sample_rows(
     seed: int = 0,
     *,
     path: str = "host",
+    inverse_cdf: bool = False,
 ) -> Outcome:
     """Sample once for rows whose (prompt, output) are `known`, on the host or a simulated device."""
     if path == "host":
-        return sample_by(HOST, logits, params, known, ids, seed)
+        return sample_by(HOST, logits, params, known, ids, seed, inverse_cdf)
     with SimulatedCuda(late) as cuda, torch.inference_mode():
         runtime = CudaRuntime(DEVICE, cuda)
-        return sample_by(runtime, runtime.send(logits.numpy()), params, known, ids, seed)
+        return sample_by(runtime, runtime.send(logits.numpy()), params, known, ids, seed, inverse_cdf)
 
 
 def sample_by(
@@ -49,6 +51,7 @@ def sample_by(
     known: list[tuple[list[int], list[int]]] | None,
     ids: list[int] | None,
     seed: int,
+    inverse_cdf: bool,
 ) -> Outcome:
     known = known or [([1], [])] * len(params)
     table = SequenceTable(len(params), 200, 16)
@@ -57,25 +60,26 @@ def sample_by(
         sequence = Sequence((ids or list(range(len(params))))[i], prompt + output, one, 200)
         sequence.prompt_len = len(prompt)
         table.place(sequence, pool.allocate(1))
-    sampler = Sampler(table, runtime, seed=seed, eos_token_ids=(EOS,))
+    sampler = Sampler(table, runtime, seed=seed, eos_token_ids=(EOS,), inverse_cdf=inverse_cdf)
     rows = np.arange(len(params))
     sampled = sampler.sample(logits, rows, np.array([len(p) + len(o) for p, o in known]))
     return HostReader(runtime).start(sampled)()
 
 
 def reference_scores(logits: np.ndarray, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
-    """vLLM's biases, penalties and bars, one token at a time."""
-    scores = logits.astype(np.float64).copy()
+    """vLLM's biases, penalties and bars, one token at a time; float64, in the order in which they are rounded."""
+    scores = logits.copy()
     for token, bias in params.biases.items():
-        scores[token] += bias
+        scores[token] += scores.dtype.type(bias)
+    scores = scores.astype(np.float64)
+    repetition, frequency, presence = np.float32(
+        (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    ).tolist()
     for token in set(prompt) | set(output):
-        scores[token] = (
-            scores[token] / params.repetition_penalty
-            if scores[token] > 0
-            else scores[token] * params.repetition_penalty
-        )
+        scores[token] = scores[token] / repetition if scores[token] > 0 else scores[token] * repetition
     for token in set(output):
-        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+        scores[token] -= frequency * output.count(token)
+        scores[token] -= presence
     if len(output) < params.min_tokens:
         scores[[*params.stop_ids, *([] if params.ignore_eos else [EOS])]] = -math.inf
     if params.allowed_ids is not None:
@@ -86,20 +90,15 @@ def reference_scores(logits: np.ndarray, params: SamplingParams, prompt: list[in
     return scores
 
 
-def reference_probabilities(scores: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """Temperature, min-p, top-k, top-p, one after the other on a sorted list; [V], summing to 1."""
-    weights = np.exp((scores - scores.max()) / params.temperature)
-    weights[weights < params.min_p * weights.max()] = 0.0
-    order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
-    if params.top_k > 0:
-        weights[order[params.top_k :]] = 0.0
-    total, reached = weights.sum(), 0.0
-    for place, token in enumerate(order):
-        if reached >= params.top_p * total:
-            weights[order[place:]] = 0.0
-            break
-        reached += weights[token]
-    return weights / weights.sum()
+def reference_token(scores: np.ndarray, params: SamplingParams, index: int, inverse_cdf: bool) -> int:
+    """What the op's definition draws of scores [V]."""
+    seed = np.array(params.seed, dtype=np.uint64).view(np.int64)
+    floats = ([value] for value in (params.temperature, params.top_p, params.min_p))
+    temperature, top_p, min_p = (torch.tensor(value, dtype=torch.float64) for value in floats)
+    integers = ([value] for value in (max(params.top_k, 0), int(seed), index))
+    top_k, seeds, indices = map(torch.tensor, integers)
+    logits = torch.from_numpy(scores)[None]
+    return int(reference(logits, temperature, top_k, top_p, min_p, seeds, indices, inverse_cdf=inverse_cdf))
 
 
 sampling = st.builds(
@@ -126,113 +125,42 @@ drawn_rows = given(
     rows=st.lists(st.tuples(sampling, known_tokens), min_size=1, max_size=5),
     vocab_size=st.sampled_from([7, 300, 1000]),
     seed=st.integers(0, 99),
+    inverse_cdf=st.booleans(),
 )
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @drawn_rows
 def test_every_row_follows_its_reference(
-    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int, inverse_cdf: bool
 ) -> None:
-    check_rows(rows, vocab_size, seed, "host")
+    check_rows(rows, vocab_size, seed, inverse_cdf, "host")
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @drawn_rows
 def test_every_row_follows_its_reference_on_a_device(
-    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int, inverse_cdf: bool
 ) -> None:
-    check_rows(rows, vocab_size, seed, "cuda")
+    check_rows(rows, vocab_size, seed, inverse_cdf, "cuda")
 
 
 def check_rows(
-    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]], vocab_size: int, seed: int, path: str
+    rows: list[tuple[SamplingParams, tuple[list[int], list[int]]]],
+    vocab_size: int,
+    seed: int,
+    inverse_cdf: bool,
+    path: str,
 ) -> None:
     logits = 4 * torch.randn(len(rows), vocab_size, generator=torch.Generator().manual_seed(seed))
     params, known = [p for p, _ in rows], [k for _, k in rows]
-    sampled = sample_rows(logits, params, known, path=path).token_ids
+    before = logits.clone()
+    sampled = sample_rows(logits, params, known, path=path, inverse_cdf=inverse_cdf).token_ids
+    assert torch.equal(logits, before)
     for i, (one, (prompt, output)) in enumerate(rows):
         scores = reference_scores(logits[i].numpy(), one, prompt, output)
-        if scores.max() == -math.inf:
-            assert sampled[i] == NONE_LEFT
-            continue
-        expected = reference_probabilities(scores, one)
-        assert expected[sampled[i]] > 0
-        uniform = np.random.Generator(np.random.Philox(key=np.array([one.seed, 0], dtype=np.uint64))).random(64)
-        reached = np.cumsum(expected)
-        assert reached[sampled[i]] >= uniform[len(output)] - 1e-12
-        assert reached[sampled[i]] - expected[sampled[i]] <= uniform[len(output)] + 1e-12
-
-
-@pytest.mark.parametrize("vocab_size", [7, 300, 1000])
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"),
-    [(0, 0.6, 0.0), (3, 1.0, 0.0), (0, 1.0, 0.2), (5, 0.8, 0.05), (280, 0.9, 0.0)],
-)
-def test_the_support_is_exact(vocab_size: int, top_k: int, top_p: float, min_p: float) -> None:
-    rng = np.random.default_rng(0)
-    scores = rng.normal(size=(40, vocab_size)) * np.linspace(0.01, 5, 40)[:, None]
-    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=0.8)
-    found = filtered_probabilities(
-        torch.from_numpy(scores),
-        temperature=np.full(40, 0.8),
-        min_p=np.full(40, min_p),
-        top_k=np.full(40, top_k),
-        top_p=np.full(40, top_p),
-        runtime=HOST,
-    ).numpy()
-    for row in range(40):
-        expected = reference_probabilities(scores[row], params)
-        assert ((found[row] > 0) == (expected > 0)).all()
-        np.testing.assert_allclose(found[row] / found[row].sum(), expected, rtol=1e-12)
-
-
-def test_equal_tokens_are_kept_from_the_lowest_id() -> None:
-    scores = torch.zeros(2, 600, dtype=torch.float64)
-    kept = filtered_probabilities(
-        scores,
-        temperature=np.ones(2),
-        min_p=np.zeros(2),
-        top_k=np.array([4, 0]),
-        top_p=np.array([1.0, 0.5]),
-        runtime=HOST,
-    )
-    assert kept[0].nonzero().flatten().tolist() == [0, 1, 2, 3]
-    assert kept[1].nonzero().flatten().tolist() == list(range(300))
-
-
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}])
-def test_draws_follow_the_distribution(params: dict) -> None:
-    """Chi-square over 20,000 draws from fixed seeds, against the 0.1% point by Wilson and Hilferty's approximation."""
-    logits = torch.randn(12, generator=torch.Generator().manual_seed(4)) * 1.5
-    one = SamplingParams(**params)
-    expected = reference_probabilities(logits.double().numpy(), one)
-    num_draws = 20_000
-    probabilities = filtered_probabilities(
-        logits.double().expand(num_draws, -1),
-        temperature=np.full(num_draws, one.temperature),
-        min_p=np.full(num_draws, one.min_p),
-        top_k=np.full(num_draws, one.top_k),
-        top_p=np.full(num_draws, one.top_p),
-        runtime=HOST,
-    )
-    numbers = np.concatenate([draw_uniforms(np.array([seed, 0], dtype=np.uint64), 0, 64) for seed in range(313)])[
-        :num_draws
-    ]
-    counts = np.bincount(draw_tokens(probabilities, numbers, HOST).numpy(), minlength=12)
-    support = expected > 0
-    assert counts[~support].sum() == 0
-    chi_square = ((counts - num_draws * expected)[support] ** 2 / (num_draws * expected[support])).sum()
-    freedom = support.sum() - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert chi_square < limit
-
-
-def test_a_draw_never_leaves_the_support() -> None:
-    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    for uniform in (0.0, np.nextafter(1.0, 0.0)):
-        tokens = draw_tokens(probabilities, np.full(2, uniform), HOST)
-        assert tokens.tolist() == [1 if uniform == 0.0 else 3, 0]
+        expected = NONE_LEFT if scores.max() == -math.inf else reference_token(scores, one, len(output), inverse_cdf)
+        assert sampled[i] == expected
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -264,44 +192,28 @@ def test_the_batch_around_a_request_does_not_matter(path: str) -> None:
     assert shuffled.token_ids.tolist() == together.token_ids[order].tolist()
 
 
-def test_uniforms_are_a_function_of_seed_and_index() -> None:
-    key = np.array([11, 0], dtype=np.uint64)
-    whole = draw_uniforms(key, 0, 200)
-    assert (draw_uniforms(key, 64, 64) == whole[64:128]).all()
-    assert (draw_uniforms(key, 4, 8) == whole[4:12]).all()
-    with pytest.raises(ValueError, match="multiple of 4"):
-        draw_uniforms(key, 2, 4)
+def test_a_request_keeps_its_seed_and_the_next_in_its_row_has_its_own() -> None:
     table = SequenceTable(2, 200, 16)
     pool = BlockPool(2, 16)
-    seeded = Sequence(0, [1], SamplingParams(seed=11), 200)
-    table.place(Sequence(1, [1], SamplingParams(), 200), pool.allocate(1))
-    row = table.place(seeded, pool.allocate(1))
-    numbers = UniformTable(table, seed=0)
-    assert [numbers.find_uniforms(np.array([row]), np.array([i]))[0] for i in (0, 1, 63, 64, 130, 5)] == whole[
-        [0, 1, 63, 64, 130, 5]
-    ].tolist()
-    assert numbers.find_uniforms(np.array([row, 1 - row]), np.array([64, 0]))[0] == whole[64]
+    other = table.place(Sequence(1, [1], SamplingParams(), 200), pool.allocate(1))
+    row = table.place(Sequence(0, [1], SamplingParams(seed=11), 200), pool.allocate(1))
+    seeds = SeedTable(table, 0)
+    assert seeds.find_seeds(np.array([row, row])).tolist() == [11, 11]
+    assert seeds.find_seeds(np.array([other, row])).tolist() == [find_seed(0, table.sequences[other]), 11]
     table.remove(row)
-    numbers.find_uniforms(np.array([1 - row]), np.array([1]))
-    assert table.place(Sequence(2, [1], SamplingParams(seed=12), 200), pool.allocate(0)) == row
-    assert (
-        numbers.find_uniforms(np.array([row]), np.array([64]))[0]
-        == draw_uniforms(np.array([12, 0], dtype=np.uint64), 64, 4)[0]
-    )
-    assert (
-        numbers.find_uniforms(np.array([row]), np.array([5]))[0]
-        == draw_uniforms(np.array([12, 0], dtype=np.uint64), 0, 8)[5]
-    )
+    seeds.find_seeds(np.array([other]))
+    assert table.place(Sequence(2, [1], SamplingParams(seed=2**64 - 1), 200), pool.allocate(0)) == row
+    assert seeds.find_seeds(np.array([row])).tolist() == [-1]
 
 
 def test_seeds_and_requests_have_streams_of_their_own() -> None:
-    def key(engine_seed: int, sequence_id: int, seed: int | None) -> tuple[int, ...]:
-        return tuple(philox_key(engine_seed, Sequence(sequence_id, [1], SamplingParams(seed=seed), 9)).tolist())
+    def seed_of(engine_seed: int, sequence_id: int, seed: int | None) -> int:
+        return find_seed(engine_seed, Sequence(sequence_id, [1], SamplingParams(seed=seed), 9))
 
-    assert key(0, 1, 7) == key(5, 2, 7), "a request's own seed is all that counts"
-    keys = [key(0, 1, None), key(0, 2, None), key(1, 1, None), key(0, 1, 0), key(0, 1, 2**64 - 1)]
-    assert len(set(keys)) == len(keys)
-    assert key(0, 1, key(0, 1, None)[0]) != key(0, 1, None), "no seed reaches another request's stream"
+    assert seed_of(0, 1, 7) == seed_of(5, 2, 7) == 7, "a request's own seed is all that counts"
+    seeds = [seed_of(0, 1, None), seed_of(0, 2, None), seed_of(1, 1, None), seed_of(0, 1, 0), seed_of(0, 1, 2**64 - 1)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
 
 @pytest.mark.parametrize("path", PATHS)

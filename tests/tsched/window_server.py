@@ -100,9 +100,9 @@ class WindowDevice(PagedDevice):
             assert (found[:, 1] == seen).all(), "a key in the window is of another place"
             assert (found[:, 2] == self._tenant(row)).all(), "a key in the window is another tenant's"
 
-    def token_of(self, row: int, length: int, uniform: float) -> int:
+    def token_of(self, row: int, length: int, draw: int) -> int:
         facts = self.pages[self._slots(row, np.arange(max(0, length - self.size), length))]
-        return next_token(facts[:, [0, 1, 3]], int(facts[-1, 2]), uniform)
+        return next_token(facts[:, [0, 1, 3]], int(facts[-1, 2]), draw)
 
 
 class WindowServer(HashServer):
@@ -128,7 +128,7 @@ class WindowServer(HashServer):
             self.device.check_given_back(self.device.under_way.popleft())
         self.device.check_held()
 
-    def token_alone(self, tokens: list[int], tenant: int, uniform: float) -> int:
+    def token_alone(self, tokens: list[int], tenant: int, draw: int) -> int:
         known, hashes = self._known
         if tokens[: len(known)] != known:
             known, hashes = [], []
@@ -136,7 +136,7 @@ class WindowServer(HashServer):
         self._known = known, hashes = known + added, hashes + hashes_after(hashes[-1] if hashes else 0, added)
         places = range(max(0, len(tokens) - self.device.size), len(tokens))
         facts = np.array([(tokens[place], place, hashes[place]) for place in places], dtype=np.int64)
-        return next_token(facts, tenant, uniform)
+        return next_token(facts, tenant, draw)
 
 
 def draw_window(schedule: Schedule, window: int | None = None) -> dict[str, Any]:

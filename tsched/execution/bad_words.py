@@ -35,7 +35,7 @@ class BadWords:
         """Bars tokens in place.
 
         Args:
-            scores: [s, V] float64.
+            scores: [s, V].
             entries: [p] int64, the rows of `scores` to change.
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, the tokens of each sequence; the table has them all.

@@ -49,7 +49,7 @@ class GrammarMasks:
         """Bars what the grammars do not allow, in place; all tokens where a grammar gives up.
 
         Args:
-            scores: [s, V] float64.
+            scores: [s, V].
             entries: [p] int64, ascending, the rows of `scores` to change.
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, not looked at: the grammars have all known tokens.

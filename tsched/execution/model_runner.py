@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tkernels.ops.sample.contract import baseline as sample_baseline
 from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
 from tkernels.runtime import Runtime
@@ -22,7 +23,7 @@ from tsched.execution.prefill_graphs import PrefillGraphs
 from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
-from tsched.execution.sampler import Sampler
+from tsched.execution.sampler import Sample, Sampler
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import PageMover, StepPlan
 
@@ -64,6 +65,8 @@ class ModelRunner:
         pages: Copies pages for forks and swaps; needed where the scheduler makes any.
         states: Copies states for swaps.
         step_inputs: The op that makes a step's inputs on the device.
+        sample: The op that takes a token of each row.
+        sampling: How it draws, one of tsched.options.SAMPLINGS.
         cuda_graphs: Whether steps are recorded and replayed: those of decodes whole, those with up to 512 tokens and
             prefill chunks among them in pieces between their attention, where the model is a SplitModel without states.
             None is yes on a GPU. On a CPU steps are padded as for a graph, and run.
@@ -87,6 +90,8 @@ class ModelRunner:
         pages: PageMover | None = None,
         states: PageMover | None = None,
         step_inputs: StepInputs = baseline,
+        sample: Sample = sample_baseline,
+        sampling: str = "gumbel",
         cuda_graphs: bool | None = None,
         ranges: Ranges = NVTX,
     ) -> None:
@@ -99,7 +104,10 @@ class ModelRunner:
         self._table = scheduler.table
         self._state = DeviceState(scheduler.table, runtime, step_inputs)
         self._builder = BatchBuilder(scheduler.table, self._state)
-        self._sampler = Sampler(scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids)
+        self._sampler = Sampler(
+            scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids, sample=sample,
+            inverse_cdf=sampling == "inverse_cdf",
+        )  # fmt: skip
         self._reader = HostReader(runtime)
         self._prompt_scorer = PromptScorer()
         self._graphs: DecodeGraphs | None = None
@@ -154,10 +162,10 @@ class ModelRunner:
         if prefill is not None and len(self._graphs.recorded) == decodes:
             prefill.record_all(lambda done, total: tell(decodes + done, decodes + total))
 
-    def use_model(self, model: Forward, *, step_inputs: StepInputs, pages: PageMover) -> None:
+    def use_model(self, model: Forward, *, step_inputs: StepInputs, sample: Sample, pages: PageMover) -> None:
         """Runs `model` from the next step on, see Engine.use_model."""
         self.runtime.synchronize()  # a graph in flight, and weights that it reads, must outlive it
-        self._model, self._state.step_inputs, self._pages = model, step_inputs, pages
+        self._model, self._state.step_inputs, self._sampler.op, self._pages = model, step_inputs, sample, pages
         if self._graphs is not None:
             self._graphs.use_model(model)
         if self._prefill_graphs is not None:

@@ -34,35 +34,32 @@ class PenaltyCounts:
         """Drops the counts of `rows` [n]: their tokens have changed."""
         self._epoch[rows] = -1
 
-    def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
-        """Penalizes scores in place.
-
-        Repetition divides positive and multiplies negative scores of tokens in the prompt or the output; frequency is
-        subtracted for each occurrence in the output, presence once.
+    def update(
+        self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Counts the tokens that came since the last call.
 
         Args:
-            scores: [s, V] float64.
-            entries: [p] int64, the rows of `scores` to change.
+            scores: [s, V], of the step.
+            entries: [p] int64, the rows of `scores` that are penalized.
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, how many tokens of each sequence count; the table has them all.
+
+        Returns:
+            (counts [slots, V], slots [s], penalties [s, 3]), as the op `sample` takes them.
         """
-        slots = self._update_counts(scores, rows, lengths)
-        counts = self._require_counts(scores).index_select(0, self._runtime.send(slots))  # [p, V]
-        index = self._runtime.send(entries)
-        values = scores.index_select(0, index)  # [p, V]
-        params = [self._get_penalties(row) for row in rows.tolist()]
-        repetition, presence, frequency = self._runtime.send(np.array(params).T).unsqueeze(2)  # each [p, 1]
-        outputs = counts >> 1
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(counts > 0, repeated, values)
-        scores.index_copy_(0, index, values - frequency * outputs - presence * (outputs > 0))
+        slots = np.full(scores.shape[0], -1, dtype=np.int64)
+        slots[entries] = self._update_counts(scores, rows, lengths)
+        penalties = np.zeros((scores.shape[0], 3), dtype=np.float32)
+        penalties[entries] = [self._get_penalties(row) for row in rows.tolist()]
+        return self._require_counts(scores), self._runtime.send(slots), self._runtime.send(penalties)
 
     def _get_penalties(self, row: int) -> tuple[float, float, float]:
         sequence = self._table.sequences[row]
         if sequence is None:
             raise RuntimeError(f"row {row} of the sequence table is empty")
         params = sequence.params
-        return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
 
     def _update_counts(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> Ints:
         """Counts the tokens that came since the last call, and returns the slots [p] of `rows` [p]."""

@@ -1,9 +1,8 @@
-"""Samples tokens from logits, for all rows at once.
+"""Samples tokens from logits, for all rows at once: requests change scores, then the op `sample` takes a token of each.
 
-The order is vLLM's: logits processors, biases, penalties, temperature, min-p, top-k, top-p; but what bars tokens comes
-after penalties, and holds whatever they were. A draw inverts the CDF over a row's
-tokens in the order of their ids, in float64, at a uniform number that depends on the request's seed and output index
-alone. So other rows of a batch do not change a request's tokens.
+The order is vLLM's: logits processors, biases, penalties, temperature, min-p, top-k, top-p. What bars tokens comes
+before penalties here, which leave a barred token barred. Random numbers depend on a request's seed and the output index
+alone, and a row's token on that row: so other rows of a batch do not change a request's tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tkernels.ops.sample.contract import baseline
 from tkernels.runtime import Runtime
 from tsched.execution.bad_words import BadWords
 from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
-from tsched.execution.random_numbers import UniformTable
+from tsched.execution.random_numbers import SeedTable
 from tsched.execution.token_biases import HeldEnds, TokenBiases
 from tsched.execution.token_masks import AllowedTokens
 from tsched.requests.errors import RequestFault
@@ -27,14 +27,15 @@ from tsched.requests.logits_processors import apply_processors
 from tsched.requests.sampling_params import Asks
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
 
+Sample = Callable[..., torch.Tensor]
+"""The sample op of a KernelSet."""
+
 # These stand in place of a token id.
-NOT_FINITE = -1  # the model's logits for the row hold a NaN, or no finite maximum
+NOT_FINITE = -1  # the model's logits for the row hold a NaN or +inf, or none above -inf
 NONE_LEFT = -2  # the request's parameters left no finite logit
 
 # As integers: an IntFlag takes microseconds to combine.
-_PROCESSORS, _LOGPROBS = int(Asks.PROCESSORS), int(Asks.LOGPROBS)
-_COMPUTED = int(Asks.PROCESSORS | Asks.BIAS | Asks.PENALTIES | Asks.MIN_TOKENS)
-"""What changes scores, in float64. The rest bars tokens or leaves scores as they are."""
+_PROCESSORS, _PENALTIES, _LOGPROBS = int(Asks.PROCESSORS), int(Asks.PENALTIES), int(Asks.LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +83,10 @@ class Sampled:
     faults: dict[int, str]
 
 
-_NO_FAULTS: dict[int, str] = {}
-
-
 class Sampler:
     """Chooses tokens for rows of `table`.
 
-    It sends parameters, random numbers and the tokens that penalties count to the device, and leaves the results there,
+    It sends parameters, seeds and the tokens that penalties count to the device, and leaves the results there,
     so it never waits for a GPU. Only logits processors wait, because they run on the host.
 
     Args:
@@ -96,27 +94,41 @@ class Sampler:
         runtime: Of the logits' device.
         seed: Of requests without a seed.
         eos_token_ids: The tokens that min_tokens holds back.
+        sample: The op that takes a token of each row.
+        inverse_cdf: Whether it draws by one number a row, and not by one a token.
 
     Attributes:
         grammars: Of the sequences that have one; whoever adds a sequence tells them.
+        op: The op as given; another one may take its place between two steps.
     """
 
-    def __init__(self, table: SequenceTable, runtime: Runtime, *, seed: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        table: SequenceTable,
+        runtime: Runtime,
+        *,
+        seed: int,
+        eos_token_ids: tuple[int, ...],
+        sample: Sample = baseline,
+        inverse_cdf: bool = False,
+    ) -> None:
+        self.op = sample
+        self._inverse_cdf = inverse_cdf
         self._table = table
         self._runtime = runtime
-        self._uniforms = UniformTable(table, seed)
+        self._seeds = SeedTable(table, seed)
         self._penalties = PenaltyCounts(table, runtime)
         self.grammars = GrammarMasks(table, runtime)
         # Each changes the scores of those rows alone that ask for it, all of them at once.
         stages: tuple[tuple[Asks, Callable[[torch.Tensor, Ints, Ints, Ints], None]], ...] = (
             (Asks.BIAS, TokenBiases(table, runtime, lambda sequence: sequence.params.biases).apply),
-            (Asks.PENALTIES, self._penalties.apply),
             (Asks.MIN_TOKENS, HeldEnds(table, runtime, eos_token_ids).apply),
             (Asks.ALLOWED, AllowedTokens(table, runtime).apply),
             (Asks.BAD_WORDS, BadWords(table, runtime).apply),
             (Asks.GRAMMAR, self.grammars.apply),
         )
         self._stages = tuple((int(asks), apply) for asks, apply in stages)
+        self._changing = _PROCESSORS | sum(asks for asks, _ in self._stages)
 
     def forget(self, rows: Ints) -> None:
         """Drops what is cached for `rows` [n]: their tokens have changed."""
@@ -133,85 +145,83 @@ class Sampler:
                 which nobody reads. None where no row can have one.
         """
         table = self._table
-        plain = table.plain[rows]
+        asks, drawing = table.asks[rows], table.temperature[rows] > 0.0
         if epochs is not None:
-            plain |= table.epoch[rows] != epochs
-        special = np.flatnonzero(~plain)
-        if special.size and special.size == rows.size:
-            finite: torch.Tensor | None = logits.amax(dim=-1).isfinite()
-            tokens, faults = self._choose(logits.clone(), rows, lengths)
-        else:
-            tokens, finite = _most_likely_tokens(logits, self._runtime)
-            if not special.size:
-                return Sampled(_mark(NOT_FINITE, tokens, finite), None, _NO_FAULTS)
-            index = self._runtime.send(special)
-            chosen, faults = self._choose(logits.index_select(0, index), rows[special], lengths[special])
+            stays = table.epoch[rows] == epochs
+            asks, drawing = asks * stays, drawing & stays
+        is_own = asks & self._changing == 0
+        changed = np.flatnonzero(~is_own)
+        faults: dict[int, str] = {}
+        # Of a row whose scores change this says alone whether its logits are sound.
+        tokens = self._choose(logits, rows, lengths, asks * is_own, drawing & is_own).clamp_(min=NOT_FINITE)
+        if changed.size:
+            index = self._runtime.send(changed)
+            scores = logits.index_select(0, index)
+            rows_too, lengths_too, asks_too = rows[changed], lengths[changed], asks[changed]
+            faults = self._change(scores, rows_too, lengths_too, asks_too)
+            chosen = self._choose(scores, rows_too, lengths_too, asks_too, drawing[changed])
+            chosen.masked_fill_(chosen < 0, NONE_LEFT).masked_fill_(tokens.index_select(0, index) < 0, NOT_FINITE)
             tokens.index_copy_(0, index, chosen)
-        tokens = _mark(NOT_FINITE, tokens, finite)
-        raw = self._gather_logprobs(logits, tokens, rows, special)
-        return Sampled(tokens, raw, {int(special[i]): fault for i, fault in faults.items()})
+        raw = self._gather_logprobs(logits, tokens, rows, np.flatnonzero(asks & _LOGPROBS))
+        return Sampled(tokens, raw, {int(changed[i]): fault for i, fault in faults.items()})
 
     def _gather_logprobs(
-        self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, special: Ints
+        self, logits: torch.Tensor, tokens: torch.Tensor, rows: Ints, entries: Ints
     ) -> RawLogprobs | None:
-        """Log-probabilities of the model's own logits, for the entries in `special` [s] whose requests ask for them."""
-        entries = special[self._table.asks[rows[special]] & _LOGPROBS != 0].tolist()
-        if not entries:
+        """Log-probabilities of the model's own logits, for `entries` [l], whose requests ask for them."""
+        if not entries.size:
             return None
         asking = (_require_sequence(self._table.sequences[row]) for row in rows[entries].tolist())
         num_top = [sequence.params.logprobs or 0 for sequence in asking]
-        index = self._runtime.send(np.array(entries))
+        index = self._runtime.send(entries)
         chosen = tokens.index_select(0, index).clamp_min_(0)  # nobody reads the result of a row without a token
-        return RawLogprobs(entries, num_top, token_logprobs(logits.index_select(0, index), chosen, max(num_top)))
+        scores = token_logprobs(logits.index_select(0, index), chosen, max(num_top))
+        return RawLogprobs(entries.tolist(), num_top, scores)
 
-    def _choose(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
-        """Chooses tokens of rows with any sampling parameters.
+    def _choose(
+        self, scores: torch.Tensor, rows: Ints, lengths: Ints, asks: Ints, drawing: NDArray[np.bool_]
+    ) -> torch.Tensor:
+        """Takes a token of each row of `scores` [s, V] by the op, which says what its negative tokens are.
 
         Args:
-            logits: [s, V], which may change.
+            scores: [s, V], less penalties.
             rows: [s] int64, of the table.
             lengths: [s] int64, as in `sample`.
-
-        Returns:
-            ([s] int64, NONE_LEFT where there is no token; place -> why its logits processor failed).
+            asks: [s] int64, the rows' Asks, of which penalties count.
+            drawing: [s], which rows have a temperature.
         """
-        scores, faults = self._compute_scores(logits, rows, lengths)
-        drawing = np.flatnonzero(self._table.temperature[rows] > 0.0)
-        if drawing.size == rows.size:
-            finite: torch.Tensor | None = scores.amax(dim=-1).isfinite()
-            tokens = self._draw(scores, rows, lengths)
-        else:
-            tokens, finite = _most_likely_tokens(scores, self._runtime)
-            if drawing.size:
-                index = self._runtime.send(drawing)
-                drawn = self._draw(scores.index_select(0, index), rows[drawing], lengths[drawing])
-                tokens.index_copy_(0, index, drawn)
-        return _mark(NONE_LEFT, tokens, finite), faults
-
-    def _draw(self, scores: torch.Tensor, rows: Ints, lengths: Ints) -> torch.Tensor:
-        """Draws tokens [s] int64 by `scores` [s, V] of rows with a temperature; of a row without a finite one any."""
-        table = self._table
-        probabilities = filtered_probabilities(
-            scores.double(),
-            temperature=table.temperature[rows],
-            min_p=table.min_p[rows],
-            top_k=table.top_k[rows],
-            top_p=table.top_p[rows],
-            runtime=self._runtime,
+        table, size = self._table, rows.size
+        # One copy for all. Each starts at 16 bytes, so that a kernel is compiled once and not for odd rows too.
+        packed = np.zeros((6, size + size % 2), dtype=np.int64)
+        floats = packed[:3].view(np.float64)
+        drawn = rows[drawing]
+        floats[0, :size][drawing] = table.temperature[drawn]
+        floats[1, :size], floats[2, :size], packed[3, :size] = table.top_p[rows], table.min_p[rows], table.top_k[rows]
+        packed[4, :size][drawing] = self._seeds.find_seeds(drawn)
+        packed[5, :size] = lengths - table.prompt_len[rows]
+        sent = self._runtime.send(packed)[:, :size]
+        temperature, top_p, min_p = sent[:3].view(torch.float64)
+        top_k, seeds, indices = sent[3:]
+        penalized = np.flatnonzero(asks & _PENALTIES)
+        counts, slots, penalties = (
+            self._penalties.update(scores, penalized, rows[penalized], lengths[penalized])
+            if penalized.size
+            else (None, None, None)
         )
-        uniform = self._uniforms.find_uniforms(rows, lengths - table.prompt_len[rows])
-        return draw_tokens(probabilities, uniform, self._runtime)
+        return self.op(
+            scores, temperature, top_k, top_p, min_p, seeds, indices, counts=counts, slots=slots, penalties=penalties,
+            inverse_cdf=self._inverse_cdf,
+        )  # fmt: skip
 
-    def _compute_scores(self, logits: torch.Tensor, rows: Ints, lengths: Ints) -> tuple[torch.Tensor, dict[int, str]]:
-        """Applies what rows ask for to `logits` [s, V], up to the temperature.
+    def _change(self, scores: torch.Tensor, rows: Ints, lengths: Ints, asks: Ints) -> dict[int, str]:
+        """Applies what rows ask for to `scores` [s, V], in place, up to penalties.
+
+        Barred tokens have -inf then, and a row whose processor failed has NaN.
 
         Returns:
-            ([s, V], float64 where there was something to compute, with barred tokens at -inf and NaN in a row whose
-            processor failed; place -> why it failed).
+            Place -> why its logits processor failed.
         """
-        asks = self._table.asks[rows]
         asked = int(np.bitwise_or.reduce(asks))
-        scores = logits.double() if asked & _COMPUTED else logits
         faults: dict[int, str] = {}
         if asked & _PROCESSORS:
             faults = self._run_processors(scores, np.flatnonzero(asks & _PROCESSORS), rows, lengths)
@@ -219,10 +229,10 @@ class Sampler:
             if asked & stage:
                 entries = np.flatnonzero(asks & stage)
                 apply(scores, entries, rows[entries], lengths[entries])
-        return scores, faults
+        return faults
 
     def _run_processors(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> dict[int, str]:
-        """Runs the logits processors of the rows `entries` [p] of `scores` [s, V] float64, in place.
+        """Runs the logits processors of the rows `entries` [p] of `scores` [s, V], in place.
 
         Returns:
             Row of `scores` -> why its processor failed.
@@ -240,122 +250,6 @@ class Sampler:
                     scores[i] = torch.nan
                     faults[i] = str(fault)
         return faults
-
-
-def _most_likely_tokens(logits: torch.Tensor, runtime: Runtime) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Finds the largest logit of each row of `logits` [m, V]. A NaN counts as the largest.
-
-    Returns:
-        (its token [m] int64, whether it is finite [m]). The second is None where all are known to be finite, which is
-        never on a GPU, as that would mean to wait.
-    """
-    if runtime.is_host:  # numpy's argmax: a tenth of torch's time on [32, 1024]
-        array = logits.numpy()
-        best = array.argmax(axis=-1)
-        finite = np.isfinite(array[np.arange(best.size), best])
-        return torch.from_numpy(best), None if finite.all() else torch.from_numpy(finite)
-    highest, places = logits.max(dim=-1)
-    return places, highest.isfinite()
-
-
-def _mark(why: int, tokens: torch.Tensor, finite: torch.Tensor | None) -> torch.Tensor:
-    """Puts `why` into `tokens` [m], in place, where not `finite` [m]; None is finite everywhere."""
-    return tokens if finite is None else tokens.masked_fill_(~finite, why)
-
-
-def filtered_probabilities(
-    scores: torch.Tensor,
-    *,
-    temperature: NDArray[np.float64],
-    min_p: NDArray[np.float64],
-    top_k: Ints,
-    top_p: NDArray[np.float64],
-    runtime: Runtime,
-) -> torch.Tensor:
-    """Applies temperature, min-p, top-k and top-p.
-
-    Args:
-        scores: [n, V] float64.
-        temperature: [n], above 0.
-        min_p: [n].
-        top_k: [n] int64; 0 keeps all tokens.
-        top_p: [n].
-        runtime: Of the scores' device.
-
-    Returns:
-        [n, V] float64, not normalized (the most likely token has 1), and 0 where a filter removed the token.
-    """
-    top = scores.amax(dim=-1, keepdim=True)
-    probabilities = _exponentiate((scores - top).div_(runtime.send(temperature).unsqueeze(1)), runtime)  # [n, V]
-    if min_p.any():
-        probabilities.masked_fill_(probabilities < runtime.send(min_p).unsqueeze(1), 0.0)
-    filtered = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]) | (top_p < 1.0))
-    if filtered.size:
-        index = runtime.send(filtered)
-        kept = _keep_most_likely(probabilities.index_select(0, index), top_k[filtered], top_p[filtered], runtime)
-        probabilities.index_copy_(0, index, kept)
-    return probabilities
-
-
-def _exponentiate(shares: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """exp of `shares` [n, V] float64 <= 0, in place, but 0 below 1e-300."""
-    if not runtime.is_host:
-        return shares.exp_()
-    # A CPU's exp takes twice to five times as long where a result is no ordinary number, as of a token that is barred.
-    return torch.nn.functional.threshold(shares.clamp_(min=-700.0).exp_(), 1e-300, 0.0, inplace=True)
-
-
-def _keep_most_likely(
-    probabilities: torch.Tensor, top_k: Ints, top_p: NDArray[np.float64], runtime: Runtime
-) -> torch.Tensor:
-    """`probabilities` [n, V] with 0 for all but each row's top_k [n] tokens, and of these for all but its top_p [n]."""
-    vocab_size = probabilities.shape[1]
-    limit = np.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
-    limits, shares = runtime.send(limit).unsqueeze(1), runtime.send(top_p).unsqueeze(1)
-    largest = _sort_largest(probabilities, int(limit.max()), runtime)  # [n, K]
-    reached = largest.cumsum(dim=-1)
-    total = reached.gather(1, limits - 1)  # of each row's top_k
-    num_reached = (reached < shares * total).sum(dim=-1, keepdim=True)  # the most tokens whose sum is below top_p
-    num_kept = torch.minimum(num_reached + 1, limits)  # [n, 1]
-    threshold = largest.gather(1, num_kept - 1)
-    keep = probabilities >= threshold
-    # On a GPU ties are always resolved: a test for them would wait for the device.
-    if not runtime.is_host or bool((keep.sum(dim=-1, keepdim=True) > num_kept).any()):
-        # Of the tokens as likely as the last one kept, the lower ids stay.
-        above = probabilities > threshold
-        ties = probabilities == threshold
-        keep = above | (ties & (ties.cumsum(dim=-1) <= num_kept - above.sum(dim=-1, keepdim=True)))
-    return probabilities.masked_fill(~keep, 0.0)
-
-
-def _sort_largest(values: torch.Tensor, count: int, runtime: Runtime) -> torch.Tensor:
-    """[n, count]: the largest of each row of `values` [n, V], in descending order."""
-    size = values.shape[1]
-    if not runtime.is_host:
-        return values.topk(count, dim=-1).values if count < size else values.sort(dim=-1, descending=True).values
-    # numpy's vectorized sort: 20 times torch's speed on [32, 1024] float64.
-    array = values.numpy()
-    if count < size:
-        array = np.partition(array, size - count, axis=-1)[:, size - count :]
-    return torch.from_numpy(np.sort(array, axis=-1)[:, ::-1].copy())
-
-
-def draw_tokens(probabilities: torch.Tensor, uniform: NDArray[np.float64], runtime: Runtime) -> torch.Tensor:
-    """Draws a token of each row: the first whose cumulated probability exceeds uniform * total.
-
-    Args:
-        probabilities: [n, V] float64, at least 0, with a positive sum.
-        uniform: [n] float64 in [0, 1).
-        runtime: Of their device.
-
-    Returns:
-        [n] int64.
-    """
-    cdf = probabilities.cumsum(dim=-1)  # [n, V]
-    total = cdf[:, -1:]
-    # A uniform is at most 1 - 2**-53, so even the rounded product stays below the total.
-    target = runtime.send(uniform).unsqueeze(1) * total
-    return torch.searchsorted(cdf, target, right=True).squeeze(1)
 
 
 def token_logprobs(

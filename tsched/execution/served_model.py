@@ -181,6 +181,8 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             step_inputs=self.kernels.step_inputs,
+            sample=self.kernels.sample,
+            sampling=options.sampling,
             pages=self._pages,
             states=tmodel.CachePages(
                 kv_cache.states, None, self._runtime, 0 if host_states is None else host_states.num_blocks
@@ -252,7 +254,7 @@ class ServedModel:
         def swap() -> int:
             self._choices, self.kernels, self._pages = asked, kernels, pages
             self._network, self.weight_bytes = network, network.weight_bytes
-            return self._engine.use_model(network, step_inputs=kernels.step_inputs, pages=pages)
+            return self._engine.use_model(network, step_inputs=kernels.step_inputs, sample=kernels.sample, pages=pages)
 
         return swap
 

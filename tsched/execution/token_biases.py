@@ -31,13 +31,13 @@ class TokenBiases:
         self._epochs = RowEpochs(table)
         self._read = read
         self._ids: torch.Tensor | None = None  # [R, n] int64; the rest of a row is token 0 with nothing added
-        self._values: torch.Tensor | None = None  # [R, n] float64
+        self._values: torch.Tensor | None = None  # [R, n], in the scores' dtype
 
     def apply(self, scores: torch.Tensor, entries: Ints, rows: Ints, lengths: Ints) -> None:
         """Adds to scores in place.
 
         Args:
-            scores: [s, V] float64.
+            scores: [s, V].
             entries: [p] int64, the rows of `scores` to change.
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, not looked at.
@@ -65,7 +65,7 @@ class TokenBiases:
             ids[i, : len(one)], values[i, : len(one)] = list(one), list(one.values())
         places = self._runtime.send(np.array(list(new)))
         self._ids.index_copy_(0, places, self._runtime.send(ids))
-        self._values.index_copy_(0, places, self._runtime.send(values))
+        self._values.index_copy_(0, places, self._runtime.send(values).to(scores.dtype))
 
     def _reserve(self, count: int, scores: torch.Tensor) -> None:
         """Makes the arrays, or makes them wider, for rows of `count` tokens."""
@@ -74,7 +74,7 @@ class TokenBiases:
             return
         shape = self._epochs.num_rows, max(_FEWEST, 1 << (count - 1).bit_length())
         ids = torch.zeros(shape, dtype=torch.int64, device=scores.device)
-        values = torch.zeros(shape, dtype=torch.float64, device=scores.device)
+        values = torch.zeros(shape, dtype=scores.dtype, device=scores.device)
         if self._ids is not None and self._values is not None:
             ids[:, :have], values[:, :have] = self._ids, self._values
         self._ids, self._values = ids, values

@@ -87,7 +87,7 @@ class AllowedTokens:
         """Bars other tokens in place.
 
         Args:
-            scores: [s, V] float64.
+            scores: [s, V].
             entries: [p] int64, ascending, the rows of `scores` to change.
             rows: [p] int64, their rows of the table.
             lengths: [p] int64, not looked at.

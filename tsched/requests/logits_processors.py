@@ -40,7 +40,7 @@ class LogitsProcessor(Protocol):
         Args:
             prompt: [n] int64, read-only. It never changes and may be kept.
             output: [m] int64, the same for the output's tokens so far.
-            logits: [V] float64 on the engine's device, a copy for this call.
+            logits: [V] float32 on the engine's device, or float64 if that is the model's dtype; a copy for this call.
 
         Returns:
             [V] floating, `logits` itself or another tensor. -inf bars a token; one at least must stay finite.
@@ -56,10 +56,10 @@ def apply_processors(
         processors: Those of the request.
         prompt: [n] int64, its tokens.
         output: [m] int64, its tokens.
-        logits: [V] float64, which processors may change.
+        logits: [V], which processors may change.
 
     Returns:
-        [V] float64 on the device of `logits`.
+        [V] in the dtype and on the device of `logits`.
 
     Raises:
         RequestFault: One raised or returned no logits of that shape, or together they left a NaN or nothing finite.

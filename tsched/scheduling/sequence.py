@@ -155,9 +155,7 @@ class SequenceTable:
         self.capacity: Ints = column()  # num_blocks * block_size
         self.ignore_eos: NDArray[np.bool_] = column(np.bool_)
         self.has_stop_ids: NDArray[np.bool_] = column(np.bool_)
-        # What the sampler reads. `plain`: as SamplingParams.is_plain; `asks`: as SamplingParams.asks.
-        self.plain: NDArray[np.bool_] = column(np.bool_)
-        self.asks: Ints = column()
+        self.asks: Ints = column()  # as SamplingParams.asks; the sampler reads it, and what follows
         self.temperature: NDArray[np.float64] = column(np.float64)
         self.top_p: NDArray[np.float64] = column(np.float64)
         self.min_p: NDArray[np.float64] = column(np.float64)
@@ -201,8 +199,7 @@ class SequenceTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.top_k[row] = max(params.top_k, 0)
-        self.plain[row] = is_plain = params.is_plain
-        self.asks[row] = 0 if is_plain else params.asks
+        self.asks[row] = params.asks
         return row
 
     def num_committed(self, row: int) -> int:
