@@ -121,6 +121,15 @@ def batch_invariance(rows: Rows) -> None:
     assert all(row.tokens_equal and row.logprob_drift < 1e-4 for row in parities)
 
 
+def sampling(rows: Rows) -> None:
+    points = [f"asks={asks},inverse_cdf={policy}" for asks in ("nothing", "all") for policy in (False, True)]
+    found = checked([row for row in rows if row.op == "sample"])
+    variants = ("torch", "bisection", "candidates")
+    assert found == {(variant, point): "ok" for variant in variants for point in (*points, "decode")}
+    same = {(row.settings["sampling"], row.tokens_equal) for row in of_kind(rows, "parity")}
+    assert same == {("gumbel", True), ("inverse_cdf", False)}
+
+
 FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
 SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
 REDUCED: dict[Callable[[Rows], None], list[str]] = {
@@ -143,6 +152,10 @@ REDUCED: dict[Callable[[Rows], None], list[str]] = {
         "late: {num_requests: 1, input_len: 64, output_len: 2, every: 4}}",
     ],
     batch_invariance: [FEW, "repeats=1"],
+    sampling: [
+        "shapes.sample.0.V=100", "replicates=1", "repeats=1",
+        "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 8, sampling: {temperature: 1.0}}",
+    ],
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def next_token(history: Ints, tenant: int, draw: int) -> int:
 
 def draw_of(seed: int, index: int) -> int:
     """A random number of an output, by its request's seed."""
-    return zlib.crc32(np.array([seed, index], dtype=np.int64).tobytes())
+    return zlib.crc32(np.array([seed, index, 0], dtype=np.int64).tobytes())
 
 
 def tenant_of(salt: bytes) -> int:

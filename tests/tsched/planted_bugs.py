@@ -115,7 +115,7 @@ def first_failure(num_schedules: int, model: str = "hash") -> tuple[int, BaseExc
     for schedule in small_size(num_schedules):
         try:
             serve(schedule, make_server)
-        except (AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, ValueError) as error:
             return schedule.seed, error
     return None
 

@@ -51,6 +51,15 @@ LIKE_THE_ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
     "max_completion_tokens": (7, {"max_tokens": 7}),
     "response_format": (JSON_SCHEMA, {"structured_outputs": {"json": SCHEMA}}),
 }
+BESIDE: dict[str, dict[str, Any]] = {
+    # without which the field could say nothing, or would by chance alone
+    "frequency_penalty": {"logit_bias": {"260": 6}},
+    "repetition_penalty": {"logit_bias": {"260": 6}},
+    "min_tokens": {"logit_bias": {"0": 8}},
+    "ignore_eos": {"logit_bias": {"0": 8}},
+    "skip_special_tokens": {"logit_bias": {"0": 8}, "ignore_eos": True},
+    "include_stop_str_in_output": {"stop": list(string.ascii_letters)},
+}
 WITHOUT_EFFECT: dict[str, Any] = {
     "user": "u",
     "metadata": {"a": "b"},
@@ -119,6 +128,14 @@ class Asker:
     def generate(self, prompt: str | None = None, **changes: Any) -> list[str]:
         prompt = prompt or (PROMPT if self.api == "text" else RENDERED)
         return [one.text for one in self._llm.generate([prompt], SamplingParams(**SAMPLING | changes))[0].outputs]
+
+    def ask_with(self, name: str, value: Any, own: dict[str, Any], **changes: Any) -> None:
+        """The field `name` does what `own` says to the engine, and not nothing."""
+        beside = BESIDE.get(name, {})
+        biases = {int(token): bias for token, bias in beside.get("logit_bias", {}).items()}
+        offline = beside | ({"logit_bias": biases} if biases else {})
+        asked = self.texts(**beside, **changes, **{name: value})
+        assert asked == self.generate(**offline, **own) != self.generate(**offline)
 
 
 def ask_for_another_model(one: Asker) -> None:
@@ -231,8 +248,7 @@ def test_each_field_has_its_effect_or_is_refused(api: str, name: str, server: Ru
         EFFECTS[name](one)
     elif name in LIKE_THE_ENGINE:
         value, own = LIKE_THE_ENGINE[name]
-        changes = {name: value} | ({"max_tokens": None} if name == "max_completion_tokens" else {})
-        assert one.texts(**changes) == one.generate(**own) != one.generate()
+        one.ask_with(name, value, own, **({"max_tokens": None} if name == "max_completion_tokens" else {}))
     elif name in WITHOUT_EFFECT:
         assert one.texts(**{name: WITHOUT_EFFECT[name]}) == one.generate()
     else:
@@ -287,13 +303,6 @@ VLLMS: dict[str, tuple[Any, dict[str, Any]] | Callable[[Asker], None]] = {
     "priority": go_first,
     "cache_salt": keep_a_cache_apart,
 }
-BESIDE: dict[str, dict[str, Any]] = {
-    # without which the field could say nothing
-    "min_tokens": {"logit_bias": {"0": 5}, "max_tokens": 12},
-    "ignore_eos": {"logit_bias": {"0": 5}},
-    "skip_special_tokens": {"logit_bias": {"0": 5}, "ignore_eos": True},
-    "include_stop_str_in_output": {"stop": list(string.ascii_letters)},
-}
 OWN = {"text": set(CompletionRequest.model_fields), "chat": set(ChatRequest.model_fields)}
 EXTRAS = [(api, name) for api in PATHS for name in sorted(OWN[api] - fields_of(api))]
 
@@ -304,11 +313,7 @@ def test_each_field_that_openai_has_not_has_its_effect(api: str, name: str, serv
     if not isinstance(entry, tuple):
         entry(one)
         return
-    value, own = entry
-    beside = BESIDE.get(name, {})
-    biases = {int(token): bias for token, bias in beside.get("logit_bias", {}).items()}
-    offline = beside | ({"logit_bias": biases} if biases else {})
-    assert one.texts(**beside, **{name: value}) == one.generate(**offline, **own) != one.generate(**offline)
+    one.ask_with(name, *entry)
 
 
 def literal_of(kind: Any, name: str) -> str:
