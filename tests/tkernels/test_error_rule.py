@@ -284,6 +284,20 @@ def scaled_matmul(
     return (out if bias is None else bias.float() + out).to(out_dtype)
 
 
+def logprobs(logits: Tensor, tokens: Tensor, *, top: int = 0) -> tuple[Tensor, ...]:
+    """By numpy's sort, and a sum over the ascending row."""
+    rows = logits.numpy()
+    order = np.lexsort((np.broadcast_to(np.arange(rows.shape[1]), rows.shape), -rows), axis=1)
+    ordered = torch.from_numpy(np.take_along_axis(rows, order, axis=1))
+    largest, chosen = ordered[:, :1], logits.gather(1, tokens[:, None])
+    total = torch.log1p(chunked_sum((ordered[:, 1:] - largest).exp(), 3)).unsqueeze(1)
+    at_fault = ~largest.isfinite()
+    total = torch.where(at_fault, math.nan, total)
+    ranks = torch.where(at_fault, 1, (ordered > chosen).sum(1, keepdim=True) + 1)
+    listed = torch.where(at_fault, torch.arange(top), torch.from_numpy(order)[:, :top])
+    return (chosen - largest - total).squeeze(1), ranks.squeeze(1), listed, ordered[:, :top] - largest - total
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -307,6 +321,7 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "add_layer_norm": add_layer_norm,
     "gelu": gelu,
     "matmul_gelu": matmul_gelu,
+    "logprobs": logprobs,
 }
 
 

@@ -8,17 +8,17 @@ import torch
 from tkernels.batching import Batching, Inputs, row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor
 from tkernels.inputs import LAYOUTS, Draws, dtype_of
+from tkernels.ops.logits import VALUES, draw_logits
 from tkernels.ops.sample._definition import reference
 from tkernels.ops.sample._torch import baseline
 
 ASKS = ("nothing", "one", "all", "edge", "mixed")
-VALUES = ("ordinary", "ties", "peaked", "steep", "barred")
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     batch, vocab = int(axes["B"]), int(axes["V"])
-    logits = _draw_logits(draws, batch, vocab, axes["values"])
+    logits = draw_logits(draws, batch, vocab, axes["values"])
     asks = _draw_asks(draws, batch, vocab, str(axes["asks"]))
     inputs: dict[str, Any] = {"logits": draws.laid_out(logits.to(dtype_of(axes["score"])), axes["layout"]), **asks}
     inputs["seeds"] = draws.integers(-(2**63), 2**63 - 2, (batch,))
@@ -34,28 +34,6 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         inputs["penalties"] = steps.float()
     laid = ("temperature", "top_k", "top_p", "min_p", "seeds", "indices", "slots", "penalties")
     return inputs | {name: draws.laid_out(inputs[name].to(device)) for name in laid if inputs[name] is not None}
-
-
-def _draw_logits(draws: Draws, batch: int, vocab: int, kind: Any) -> torch.Tensor:
-    """[B, V] float32 on the device."""
-    logits = draws.normal((batch, vocab), torch.float32) * 3
-    if draws.device.type == "meta" or not logits.numel():
-        return logits
-    if kind == "ties":  # of few different scores, many of them at both ends
-        logits = logits.clamp(-3, 3).round()
-    elif kind == "peaked":  # as of a model: by rank^-1.5, in any order
-        order = torch.stack([draws.permutation(vocab) for _ in range(batch)]).to(logits.device)
-        logits = -1.5 * (order + 1).double().log().float() + logits / 16
-    elif kind == "steep":  # distances of all sizes, to those where weights and their differences vanish
-        logits = logits * 2.0 ** draws.integers(-20, 6, (batch, 1)).to(logits.device)
-    elif kind == "barred":  # most tokens, in some rows all; and rows that no model should make
-        barred = draws.integers(0, 3, (batch, vocab)).to(logits.device) > 0
-        logits = logits.masked_fill(barred, -torch.inf)
-        fates = draws.integers(0, 7, (batch,))
-        logits[(fates == 0).to(logits.device)] = -torch.inf
-        infinite = (fates == 1).nonzero().squeeze(1)
-        logits[infinite, draws.integers(0, vocab - 1, infinite.shape)] = torch.inf
-    return logits
 
 
 def _draw_asks(draws: Draws, batch: int, vocab: int, asks: str) -> dict[str, torch.Tensor]:

@@ -63,6 +63,22 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     _skipped_scale("kv_scatter", "kv_scatter_token_per_program_heads"),
     _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_rotate"),
     _skipped_scale("qk_norm_rope_scatter", "qk_norm_rope_scatter_head_tile_copy"),
+    Equivalent(
+        "logprobs", "read_span", "mask_shifted", "logits > largest", "logits >= largest",
+        "of two equal logits each weighs 1 beside the other",
+    ),
+    Equivalent(
+        "logprobs", "log_of_sum", "mask_shifted", "rest < _SMALL", "rest <= _SMALL",
+        "log(1 + 2**-26) is 2**-26 in fp32, whichever way it is found",
+    ),
+    Equivalent(
+        "logprobs", "find_least", "mask_shifted", "reached > limit", "reached >= limit",
+        "further guesses only raise the key, past none that are to be kept",
+    ),
+    Equivalent(
+        "logprobs", "list_tokens", "mask_dropped", "inside & (keys >> 32 >= least >> 32)", "inside",
+        "what else the chosen parts hold is not among the largest of the longer list either",
+    ),
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent(
