@@ -25,7 +25,8 @@ def kernel_axes(config: ModelConfig, limits: Limits) -> Axes:
 
 
 def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
-    """What builds a step's inputs, moves the cache's pages and takes tokens."""
+    """What builds a step's inputs, moves the cache's pages, takes tokens and scores them."""
+    logits: AxisRanges = {"V": config.vocab_size, "score": "float64" if config.dtype == torch.float64 else "float32"}
     copies: list[AxisRanges] = [
         {
             "pairs": (0, limits.num_blocks),
@@ -49,12 +50,8 @@ def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
             "N": (1, _table_width(limits)),
             "page_size": limits.block_size,
         },
-        "sample": {
-            "B": (0, limits.max_num_seqs),
-            "V": config.vocab_size,
-            "R": (1, 2 * limits.max_num_seqs),
-            "score": "float64" if config.dtype == torch.float64 else "float32",
-        },
+        "sample": {**logits, "B": (0, limits.max_num_seqs), "R": (1, 2 * limits.max_num_seqs)},
+        "logprobs": {**logits, "B": (0, limits.max_num_tokens), "top": (0, config.vocab_size)},
     }
 
 

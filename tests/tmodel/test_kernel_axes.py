@@ -23,7 +23,17 @@ TOKENS = (1, 64)
 POOL = {"P": 32, "S": 8}
 NO_SCALES = {"k_scale": False, "v_scale": False}
 STEP_INPUTS = {"R": 4, "B": (0, 4), "T": (0, 64), "N": (1, 8), "page_size": 8}  # 60 tokens are 8 blocks of 8
-SAMPLE = {"B": (0, 4), "R": (1, 8), "score": "float32"}
+
+
+def of_logits(vocab_size: int) -> dict[str, Any]:
+    """What an engine takes tokens of, and scores."""
+    logits = {"V": vocab_size, "score": "float32"}
+    return {
+        "sample": {**logits, "B": (0, 4), "R": (1, 8)},
+        "logprobs": {**logits, "B": (0, 64), "top": (0, vocab_size)},
+    }
+
+
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 160,
     "eos_token_id": None,
@@ -56,7 +66,7 @@ def test_those_of_a_qwen3_whose_layers_differ() -> None:
         **attention(heads, (0, 7)),
         "copy_pages": {"pairs": (0, 32), "C": 4, **POOL, "Hkv": 2, "D": 16},
         "step_inputs": STEP_INPUTS,
-        "sample": {**SAMPLE, "V": 40},
+        **of_logits(40),
     }  # fmt: skip
 
 
@@ -76,7 +86,7 @@ def test_those_of_a_gpt2(activation: str, tanh: bool) -> None:
         **attention(heads, (0, 0)),
         "copy_pages": {"pairs": (0, 32), "C": 6, **POOL, "Hkv": 4, "D": 16},
         "step_inputs": STEP_INPUTS,
-        "sample": {**SAMPLE, "V": 97},
+        **of_logits(97),
     }
 
 

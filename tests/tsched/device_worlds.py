@@ -23,8 +23,6 @@ from tests.tsched.hash_model import HashModel
 from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts
 from tkernels.ops.copy_pages.contract import baseline as copy_pages
-from tkernels.ops.sample.contract import baseline as sample
-from tkernels.ops.step_inputs.contract import baseline as step_inputs
 from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
 from tmodel.batch import Batch
 from tmodel.kv_cache import CacheTensors, KVCache
@@ -33,6 +31,7 @@ from tsched.execution import prefill_graphs as prefill_graphs_module
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request
+from tsched.execution.step_kernels import StepKernels
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 60
@@ -218,7 +217,7 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
             old, pages = engine._runner._model, engine._runner._pages
             assert isinstance(old, HashModel)
             assert pages is not None
-            engine.use_model(make_model(), step_inputs=step_inputs, sample=sample, pages=pages)
+            engine.use_model(make_model(), kernels=StepKernels(), pages=pages)
             if isinstance(old, LaunchedModel | LaunchedSplitModel):
                 old.is_retired = True
         engine.step()

@@ -17,6 +17,7 @@ from tmodel.batch import Batch
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import batch_buckets, context_bounds
 from tsched.execution.device_state import DeviceState
+from tsched.execution.step_kernels import StepKernels
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import StepPlan
@@ -143,7 +144,9 @@ def test_inputs_are_the_tables_through_arrivals_aborts_and_preemptions(
 
 def test_the_kernel_makes_the_same_inputs() -> None:
     scheduler = make_scheduler(num_blocks=16)
-    state = DeviceState(scheduler.table, Launching(), tkernels.OPS["step_inputs"].variants["sequence_parts"])
+    state = DeviceState(
+        scheduler.table, Launching(), StepKernels(step_inputs=tkernels.OPS["step_inputs"].variants["sequence_parts"])
+    )
     builder = BatchBuilder(scheduler.table, state)
     for step_number in range(12):
         add(scheduler, step_number, 1 + 5 * step_number % 13, 4)

@@ -16,7 +16,7 @@ from tkernels.ops.sample._definition import reference
 from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
 from tsched.execution.random_numbers import SeedTable, find_seed
 from tsched.execution.readback import HostReader, Outcome
-from tsched.execution.sampler import NONE_LEFT, NOT_FINITE, Sampler, token_logprobs
+from tsched.execution.sampler import NONE_LEFT, NOT_FINITE, Sampler
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.sequence import Sequence, SequenceTable
@@ -231,8 +231,8 @@ def test_logprobs_are_those_of_the_raw_logits(path: str) -> None:
         assert found.token_ids == [sampled.token_ids[row], *order[:num_top]]
         assert found.ranks == [order.index(sampled.token_ids[row]) + 1, *range(1, num_top + 1)]
         np.testing.assert_allclose(found.logprobs, expected[row, found.token_ids], rtol=0, atol=1e-6)
-    *_, values, ids = token_logprobs(logits[:1], torch.tensor([3]), 1000)
-    assert values.shape == ids.shape == (1, 50)
+    all_of_them = SamplingParams(temperature=0, logprobs=1000)
+    assert len(sample_rows(logits[:1], [all_of_them], path=path).logprobs[0].token_ids) == 51
 
 
 def test_what_is_kept_of_rows_is_as_if_read_anew() -> None:

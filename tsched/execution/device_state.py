@@ -7,21 +7,16 @@ them, so the host prepares the next step before it has seen them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tkernels.ops.step_inputs.contract import baseline
 from tkernels.runtime import Runtime
 from tmodel.batch import Batch
+from tsched.execution.step_kernels import StepKernels
 from tsched.scheduling.sequence import Ints, SequenceTable
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
-
-StepInputs = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
-"""The step_inputs op of a KernelSet."""
 
 
 class DeviceState:
@@ -32,17 +27,18 @@ class DeviceState:
     Args:
         table: The running sequences.
         runtime: Of the device where the arrays are.
-        step_inputs: The op that makes batches of them.
+        kernels: The op that makes batches of them.
 
     Attributes:
         runtime: As given.
+        kernels: As given; others may take their place between two steps.
         block_tables: [R, W] int32, by place in the batch. Entries past a sequence's last block are undefined.
         last_tokens: [R] int64, by row of the table, the token that the row's next decode reads.
     """
 
-    def __init__(self, table: SequenceTable, runtime: Runtime, step_inputs: StepInputs = baseline) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, kernels: StepKernels | None = None) -> None:
         self._table = table
-        self.step_inputs = step_inputs
+        self.kernels = StepKernels() if kernels is None else kernels
         self.runtime = runtime
         device = runtime.device
         rows, width = table.blocks.shape
@@ -226,7 +222,7 @@ class DeviceState:
     ) -> Batch:  # fmt: skip
         num_pages = -(-max_context_len // self._block_size)
         tables = self.block_tables[: starts.shape[0], :num_pages]
-        token_ids, positions, slots, context_lens = self.step_inputs(
+        token_ids, positions, slots, context_lens = self.kernels.step_inputs(
             tokens, self.last_tokens, tables, starts, cu_counts, self._block_size
         )
         return Batch(

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tsched.execution.batch_builder import ArrangedPlan
-from tsched.execution.device_state import StepInputs
 from tsched.execution.engine_stats import EngineStats, PeakUse
 from tsched.execution.exhaustion import Exhaustion, attempt
 from tsched.execution.model_runner import Forward, LaunchedStep, ModelRunner
@@ -25,7 +24,8 @@ from tsched.execution.phases import Phases
 from tsched.execution.prompt_logprobs import PromptScores
 from tsched.execution.readback import Outcome
 from tsched.execution.request import AT_FAULT, Request
-from tsched.execution.sampler import NONE_LEFT, Sample, TokenLogprobs
+from tsched.execution.sampler import NONE_LEFT, TokenLogprobs
+from tsched.execution.step_kernels import StepKernels
 from tsched.requests.detokenizer import IncrementalDetokenizer
 from tsched.requests.errors import RefusedError
 from tsched.requests.first_token import name_barring_parameters
@@ -203,16 +203,16 @@ class Engine:
         """
         self._runner.record_graphs(tell)
 
-    def use_model(self, model: Forward, *, step_inputs: StepInputs, sample: Sample, pages: PageMover) -> int:
+    def use_model(self, model: Forward, *, kernels: StepKernels, pages: PageMover) -> int:
         """Runs `model` from the next step on, which has the same caches; a step in flight ends as it began.
 
         Args:
-            model: As the runner was made with, like `step_inputs`, `sample` and `pages`.
+            model: As the runner was made with, like `kernels` and `pages`.
 
         Returns:
             The number of the first step that it runs; the engine's first is 0.
         """
-        self._runner.use_model(model, step_inputs=step_inputs, sample=sample, pages=pages)
+        self._runner.use_model(model, kernels=kernels, pages=pages)
         return self.scheduler.counters.num_steps
 
     def stats(self) -> EngineStats:

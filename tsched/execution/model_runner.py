@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tkernels.ops.sample.contract import baseline as sample_baseline
-from tkernels.ops.step_inputs.contract import baseline
 from tkernels.ranges import NVTX, Ranges
 from tkernels.runtime import Runtime
 from tmodel.batch import Batch
@@ -17,13 +15,14 @@ from tmodel.config import SplitModel
 from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution.batch_builder import ArrangedPlan, BatchBuilder
 from tsched.execution.cuda_graphs import DecodeGraphs
-from tsched.execution.device_state import DeviceState, StepInputs
+from tsched.execution.device_state import DeviceState
 from tsched.execution.phases import Phases
 from tsched.execution.prefill_graphs import PrefillGraphs
 from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, compute_with_prompts
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
-from tsched.execution.sampler import Sample, Sampler
+from tsched.execution.sampler import Sampler
+from tsched.execution.step_kernels import StepKernels
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import PageMover, StepPlan
 
@@ -64,9 +63,8 @@ class ModelRunner:
         eos_token_ids: The tokens that end a sequence.
         pages: Copies pages for forks and swaps; needed where the scheduler makes any.
         states: Copies states for swaps.
-        step_inputs: The op that makes a step's inputs on the device.
-        sample: The op that takes a token of each row.
-        sampling: How it draws, one of tsched.options.SAMPLINGS.
+        kernels: The ops that it calls beside the model's.
+        sampling: How tokens are drawn, one of tsched.options.SAMPLINGS.
         cuda_graphs: Whether steps are recorded and replayed: those of decodes whole, those with up to 512 tokens and
             prefill chunks among them in pieces between their attention, where the model is a SplitModel without states.
             None is yes on a GPU. On a CPU steps are padded as for a graph, and run.
@@ -89,8 +87,7 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         pages: PageMover | None = None,
         states: PageMover | None = None,
-        step_inputs: StepInputs = baseline,
-        sample: Sample = sample_baseline,
+        kernels: StepKernels | None = None,
         sampling: str = "gumbel",
         cuda_graphs: bool | None = None,
         ranges: Ranges = NVTX,
@@ -102,10 +99,11 @@ class ModelRunner:
         self._pages = pages
         self._states = states
         self._table = scheduler.table
-        self._state = DeviceState(scheduler.table, runtime, step_inputs)
+        self._kernels = StepKernels() if kernels is None else kernels
+        self._state = DeviceState(scheduler.table, runtime, self._kernels)
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(
-            scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids, sample=sample,
+            scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids, kernels=self._kernels,
             inverse_cdf=sampling == "inverse_cdf",
         )  # fmt: skip
         self._reader = HostReader(runtime)
@@ -162,10 +160,11 @@ class ModelRunner:
         if prefill is not None and len(self._graphs.recorded) == decodes:
             prefill.record_all(lambda done, total: tell(decodes + done, decodes + total))
 
-    def use_model(self, model: Forward, *, step_inputs: StepInputs, sample: Sample, pages: PageMover) -> None:
+    def use_model(self, model: Forward, *, kernels: StepKernels, pages: PageMover) -> None:
         """Runs `model` from the next step on, see Engine.use_model."""
         self.runtime.synchronize()  # a graph in flight, and weights that it reads, must outlive it
-        self._model, self._state.step_inputs, self._sampler.op, self._pages = model, step_inputs, sample, pages
+        self._model, self._pages = model, pages
+        self._kernels = self._state.kernels = self._sampler.kernels = kernels
         if self._graphs is not None:
             self._graphs.use_model(model)
         if self._prefill_graphs is not None:
@@ -218,7 +217,9 @@ class ModelRunner:
                 return self._prefill_graphs.run(batch), None
             return self._model(batch, self._kv_cache), None
         batch = self._builder.build(step, np.concatenate([span.tokens for span in spans]))
-        return compute_with_prompts(self._model, batch, self._kv_cache, step.sampled_tokens, spans, self.runtime)
+        return compute_with_prompts(
+            self._model, batch, self._kv_cache, step.sampled_tokens, spans, self.runtime, self._kernels.logprobs
+        )
 
     def _list_ids(self, plan: StepPlan) -> list[int]:
         """The ids of the requests that advance in a step, in the order of its rows."""

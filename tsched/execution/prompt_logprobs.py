@@ -1,7 +1,7 @@
 """Log-probabilities of prompts: the step that computes a prompt's tokens scores each by the logits of the one before.
 
-The head and the log-softmax run over a few tokens at a time, because the logits of a whole prompt are larger than many
-a model: 1.2 GB for 2,048 tokens and a vocabulary of 151,936.
+The head and the op `logprobs` run over a few tokens at a time, because the logits of a whole prompt are larger than
+many a model: 1.2 GB for 2,048 tokens and a vocabulary of 151,936.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ import torch
 from tkernels.runtime import Runtime
 from tmodel import Batch, KVCache, SplitModel
 from tsched.execution.batch_builder import ArrangedPlan
-from tsched.execution.sampler import TokenLogprobs, token_logprobs
+from tsched.execution.sampler import TokenLogprobs
+from tsched.execution.step_kernels import Tensors
 from tsched.scheduling.sequence import Ints, Sequence
 
-SLICE_BYTES = 16 * 2**20  # of float32 logits at a time; the head's output and the log-softmax lie beside them
-
-LogprobTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""What token_logprobs returns."""
+SLICE_BYTES = 16 * 2**20  # of float32 logits at a time; the head's output lies beside them
 
 
 @dataclass(eq=False, slots=True)
@@ -79,11 +77,11 @@ class ScoredPrompts:
 
     Attributes:
         spans: The spans, in the order of their tokens.
-        tensors: Of all their tokens, see token_logprobs.
+        tensors: Of all their tokens, as the op `logprobs` returns them.
     """
 
     spans: list[PromptSpan]
-    tensors: LogprobTensors
+    tensors: Tensors
 
     def store(self, tensors: list[torch.Tensor]) -> None:
         """Adds the scores to those of their prompts; `tensors` are the same, on the host."""
@@ -93,9 +91,9 @@ class ScoredPrompts:
 
 
 def _list_scores(
-    span: PromptSpan, columns: Iterator[tuple[float, int, list[float], list[int]]]
+    span: PromptSpan, columns: Iterator[tuple[float, int, list[int], list[float]]]
 ) -> Iterator[TokenLogprobs]:
-    for token, (chosen, rank, values, ids) in zip(span.next_ids.tolist(), columns, strict=False):
+    for token, (chosen, rank, ids, values) in zip(span.next_ids.tolist(), columns, strict=False):
         n = min(span.scores.num_top, len(ids))
         yield TokenLogprobs([token, *ids[:n]], [chosen, *values[:n]], [rank, *range(1, n + 1)])
 
@@ -144,6 +142,7 @@ def compute_with_prompts(
     sampled: Ints,
     spans: list[PromptSpan],
     runtime: Runtime,
+    logprobs: Callable[..., Tensors],
 ) -> tuple[torch.Tensor, ScoredPrompts]:
     """Runs a step that scores prompts.
 
@@ -154,6 +153,7 @@ def compute_with_prompts(
         sampled: [m] int64, the tokens whose logits are sampled from.
         spans: The tokens that score prompts, none of them in `sampled`.
         runtime: Of the model's device.
+        logprobs: The op.
 
     Returns:
         (logits [m, V] of the sampled tokens, the scores).
@@ -168,13 +168,14 @@ def compute_with_prompts(
     logits = head(states.index_select(0, runtime.send(np.searchsorted(wanted, sampled))))
     places = runtime.send(np.searchsorted(wanted, scoring))
     following = runtime.send(np.concatenate([span.next_ids for span in spans]))
-    num_top, size = max(span.scores.num_top for span in spans), max(1, SLICE_BYTES // (4 * logits.shape[1]))
+    vocab_size = logits.shape[1]
+    top, size = min(max(span.scores.num_top for span in spans), vocab_size), max(1, SLICE_BYTES // (4 * vocab_size))
     slices = [
-        token_logprobs(head(states.index_select(0, places[i : i + size])), following[i : i + size], num_top)
+        logprobs(head(states.index_select(0, places[i : i + size])), following[i : i + size], top=top)
         for i in range(0, scoring.size, size)
     ]
-    chosen, ranks, values, ids = (torch.cat(parts) for parts in zip(*slices, strict=True))
-    return logits, ScoredPrompts(spans, (chosen, ranks, values, ids))
+    chosen, ranks, ids, values = (torch.cat(parts) for parts in zip(*slices, strict=True))
+    return logits, ScoredPrompts(spans, (chosen, ranks, ids, values))
 
 
 def _keep(logits: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def _make_outcome(sampled: Sampled, tensors: list[torch.Tensor]) -> Outcome:
     if sampled.logprobs is not None:
         raw = sampled.logprobs
         columns = (tensor.tolist() for tensor in tensors[1:])
-        for entry, n, chosen, rank, values, ids in zip(raw.entries, raw.num_top, *columns, strict=True):
+        for entry, n, chosen, rank, ids, values in zip(raw.entries, raw.num_top, *columns, strict=True):
             token, n = int(token_ids[entry]), min(n, len(ids))
             logprobs[entry] = TokenLogprobs([token, *ids[:n]], [chosen, *values[:n]], [rank, *range(1, n + 1)])
     return Outcome(token_ids, int(token_ids.min(initial=0)) == 0, logprobs, sampled.faults)

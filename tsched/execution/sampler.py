@@ -14,21 +14,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tkernels.ops.sample.contract import baseline
 from tkernels.runtime import Runtime
 from tsched.execution.bad_words import BadWords
 from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import SeedTable
+from tsched.execution.step_kernels import StepKernels
 from tsched.execution.token_biases import HeldEnds, TokenBiases
 from tsched.execution.token_masks import AllowedTokens
 from tsched.requests.errors import RequestFault
 from tsched.requests.logits_processors import apply_processors
 from tsched.requests.sampling_params import Asks
 from tsched.scheduling.sequence import Ints, Sequence, SequenceTable
-
-Sample = Callable[..., torch.Tensor]
-"""The sample op of a KernelSet."""
 
 # These stand in place of a token id.
 NOT_FINITE = -1  # the model's logits for the row hold a NaN or +inf, or none above -inf
@@ -60,7 +57,7 @@ class RawLogprobs:
     Attributes:
         entries: l places among the sampled.
         num_top: l numbers, at most k, of most likely tokens that the request asks for.
-        tensors: (chosen [l], ranks [l] int64, top_values [l, k], top_ids [l, k] int64).
+        tensors: As the op `logprobs` returns them.
     """
 
     entries: list[int]
@@ -94,12 +91,12 @@ class Sampler:
         runtime: Of the logits' device.
         seed: Of requests without a seed.
         eos_token_ids: The tokens that min_tokens holds back.
-        sample: The op that takes a token of each row.
-        inverse_cdf: Whether it draws by one number a row, and not by one a token.
+        kernels: The ops that take a token of each row, and score it.
+        inverse_cdf: Whether tokens are drawn by one number a row, and not by one a token.
 
     Attributes:
         grammars: Of the sequences that have one; whoever adds a sequence tells them.
-        op: The op as given; another one may take its place between two steps.
+        kernels: As given; others may take their place between two steps.
     """
 
     def __init__(
@@ -109,10 +106,10 @@ class Sampler:
         *,
         seed: int,
         eos_token_ids: tuple[int, ...],
-        sample: Sample = baseline,
+        kernels: StepKernels | None = None,
         inverse_cdf: bool = False,
     ) -> None:
-        self.op = sample
+        self.kernels = StepKernels() if kernels is None else kernels
         self._inverse_cdf = inverse_cdf
         self._table = table
         self._runtime = runtime
@@ -175,7 +172,7 @@ class Sampler:
         num_top = [sequence.params.logprobs or 0 for sequence in asking]
         index = self._runtime.send(entries)
         chosen = tokens.index_select(0, index).clamp_min_(0)  # nobody reads the result of a row without a token
-        scores = token_logprobs(logits.index_select(0, index), chosen, max(num_top))
+        scores = self.kernels.logprobs(logits.index_select(0, index), chosen, top=min(max(num_top), logits.shape[1]))
         return RawLogprobs(entries.tolist(), num_top, scores)
 
     def _choose(
@@ -208,7 +205,7 @@ class Sampler:
             if penalized.size
             else (None, None, None)
         )
-        return self.op(
+        return self.kernels.sample(
             scores, temperature, top_k, top_p, min_p, seeds, indices, counts=counts, slots=slots, penalties=penalties,
             inverse_cdf=self._inverse_cdf,
         )  # fmt: skip
@@ -250,27 +247,6 @@ class Sampler:
                     scores[i] = torch.nan
                     faults[i] = str(fault)
         return faults
-
-
-def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes log-probabilities of given and of the most likely tokens.
-
-    Args:
-        logits: [n, V].
-        tokens: [n] int64.
-        num_top: k, at most the whole vocabulary.
-
-    Returns:
-        (log-probability of `tokens` [n], their ranks [n] int64 from 1, the k largest log-probabilities [n, k], their
-        ids [n, k] int64).
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, tokens.unsqueeze(1))  # [n, 1]
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
-    return chosen.squeeze(1), ranks, top.values, top.indices
 
 
 def _require_sequence(sequence: Sequence | None) -> Sequence:

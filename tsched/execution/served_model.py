@@ -25,6 +25,7 @@ from tsched.execution.model_runner import ModelRunner
 from tsched.execution.news import News, Ticket
 from tsched.execution.placement import check_random_weights, check_token_table, find_device, find_dtype, fit_options
 from tsched.execution.request import Request, extend_text, label_places, label_prompt
+from tsched.execution.step_kernels import StepKernels
 from tsched.options import OPTIONS, EngineOptions, read_options
 from tsched.requests.bad_words import spell_bad_words
 from tsched.requests.callbacks import attribute_to
@@ -180,8 +181,7 @@ class ServedModel:
             runtime=self._runtime,
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
-            step_inputs=self.kernels.step_inputs,
-            sample=self.kernels.sample,
+            kernels=StepKernels.of(self.kernels),
             sampling=options.sampling,
             pages=self._pages,
             states=tmodel.CachePages(
@@ -254,7 +254,7 @@ class ServedModel:
         def swap() -> int:
             self._choices, self.kernels, self._pages = asked, kernels, pages
             self._network, self.weight_bytes = network, network.weight_bytes
-            return self._engine.use_model(network, step_inputs=kernels.step_inputs, sample=kernels.sample, pages=pages)
+            return self._engine.use_model(network, kernels=StepKernels.of(kernels), pages=pages)
 
         return swap
 
