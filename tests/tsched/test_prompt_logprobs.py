@@ -17,6 +17,7 @@ from tests.tmodel.packed import Driver, in_one_go, load
 from tests.tsched.async_serving import make_async, run
 from tests.tsched.random_model import save_random_model
 from tests.tsched.test_llm import PROMPTS, crowded_bytes, make_llm
+from tkernels.ops.logprobs.contract import baseline
 from tkernels.runtime import HostRuntime
 from tkernels.verification.accuracy import judge
 from tsched import LLM, RequestOutput, SamplingParams
@@ -245,7 +246,9 @@ def test_2048_tokens_of_a_vocabulary_of_151936_take_64_mb_more_at_most(
     with LiveBytes() as alone:
         model.compute_logits(hidden[-1:])
     with LiveBytes() as both:
-        logits, scored = compute_with_prompts(model, None, None, np.array([size - 1]), [span], Meta())  # type: ignore[arg-type]
+        logits, scored = compute_with_prompts(
+            model, None, None, np.array([size - 1]), [span], Meta(), baseline,  # type: ignore[arg-type]
+        )  # fmt: skip
     assert logits.shape == (1, vocab)
     assert scored.tensors[2].shape == (size - 1, num_top)
     assert size * vocab * 4 > 2**30
