@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tkernels
+from tkernels.ops.sample.contract import baseline as torch_sample
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import judge
@@ -284,6 +285,20 @@ def scaled_matmul(
     return (out if bias is None else bias.float() + out).to(out_dtype)
 
 
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, indices: Tensor, *,
+    counts: Tensor | None = None, slots: Tensor | None = None, penalties: Tensor | None = None,
+    inverse_cdf: bool = False,
+) -> Tensor:  # fmt: skip
+    """A row at a time, the last first."""
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    for row in reversed(range(len(logits))):
+        asks = (one[row, None] for one in (logits, temperature, top_k, top_p, min_p, seeds, indices))
+        slot, own = (None if one is None else one[row, None] for one in (slots, penalties))
+        tokens[row] = torch_sample(*asks, counts=counts, slots=slot, penalties=own, inverse_cdf=inverse_cdf)
+    return tokens
+
+
 def logprobs(logits: Tensor, tokens: Tensor, *, top: int = 0) -> tuple[Tensor, ...]:
     """By numpy's sort, and a sum over the ascending row."""
     rows = logits.numpy()
@@ -321,6 +336,7 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "add_layer_norm": add_layer_norm,
     "gelu": gelu,
     "matmul_gelu": matmul_gelu,
+    "sample": sample,
     "logprobs": logprobs,
 }
 
