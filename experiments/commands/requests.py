@@ -329,8 +329,12 @@ class SimulateRequest:
     engine: Annotated[
         Given,
         OptionFlags(
-            # There is no device, and block sizes and prefix caches are lists.
-            [one for one in SCHEDULER_OPTIONS if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs")],
+            # There is no device, and no token is drawn; block sizes and prefix caches are lists.
+            [
+                one
+                for one in SCHEDULER_OPTIONS
+                if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs", "sampling")
+            ],
             aliases={
                 "max_num_batched_tokens": "--budget",
                 "kv_cache_bytes": "--kv-bytes",

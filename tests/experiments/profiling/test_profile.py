@@ -35,6 +35,7 @@ PARTS = {"embedding", "q_proj+k_proj+v_proj", "o_proj", "down_proj", "lm_head"}
 OPS = {
     "add_rms_norm.torch", "gate_up_swiglu.composed", "kv_scatter.torch", "matmul.torch", "paged_decode.torch",
     "paged_prefill.torch", "qk_norm_rope.torch", "qk_norm_rope_scatter.composed", "rms_norm.torch",
+    "sample.torch",
 }  # fmt: skip
 
 
