@@ -44,7 +44,7 @@ def make_keys(logits, ids):
     """The keys of logits, none of them NaN, and of the tokens or parts that they are of."""
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & _BUT_SIGN)
-    return (ordered.to(tl.int64) << 32) | (-ids + _LAST_ID).to(tl.int64)
+    return (ordered.to(tl.int64) << 32) | (-ids + _LAST_ID)
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def store_row(
     broken = (largest == float("inf")) | (rest != rest) | (rest < 0.0)
     total = tl.where(broken, float("nan"), log_of_sum(rest.to(tl.float64)))
     tl.store(logprob_ptr, find_logprobs(chosen, largest, total))
-    tl.store(rank_ptr, tl.where(broken, 1, above + 1).to(tl.int64))
+    tl.store(rank_ptr, tl.where(broken, 1, above + 1))
     if keys_ptr is not None:
         if broken:
             for start in range(0, top, BLOCK):
@@ -218,7 +218,7 @@ def store_list(top_tokens_ptr, top_logprobs_ptr, list_ptr, top, largest, total):
             theirs = other + tl.arange(0, _TILE)
             others = tl.load(list_ptr + theirs, mask=theirs < top, other=_LEAST)
             places += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), axis=1)
-        tl.store(top_tokens_ptr + places, ids_of(keys).to(tl.int64), mask=mine < top)
+        tl.store(top_tokens_ptr + places, ids_of(keys), mask=mine < top)
         tl.store(top_logprobs_ptr + places, find_logprobs(logits_of(keys), largest, total), mask=mine < top)
 
 

@@ -74,9 +74,9 @@ def can_draw(temperature, top, broken):
 
 @triton.jit
 def mark_token(token, top, broken):
-    """The token, or in its place what its row's scores are at fault of, int64."""
+    """The token, or in its place what its row's scores are at fault of."""
     token = tl.where(top == float("-inf"), -2, token)
-    return tl.where(broken != 0, -1, token).to(tl.int64)
+    return tl.where(broken != 0, -1, token)
 
 
 @triton.jit

@@ -78,7 +78,7 @@ def list_tokens(
         places = tl.cumsum(near.to(tl.int32), axis=0) + (num_listed - 1)
         num_listed += tl.sum(near.to(tl.int32), axis=0)
         near &= places < LIST
-        tl.store(list_ptr + places, tokens.to(tl.int64), mask=near)
+        tl.store(list_ptr + places, tokens, mask=near)
         tl.store(list_ptr + LIST + places, keys, mask=near)
         tl.store(list_ptr + 2 * LIST + places, weights, mask=near)
     low = tl.sum(lows, axis=0)

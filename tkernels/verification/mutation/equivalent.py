@@ -82,6 +82,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent(
+        "sample", "find_reach", "cast_removed", "(-largest + top).to(tl.int64, bitcast=True)", "-largest + top",
+        "which tokens are listed decides what is read, and no token",
+    ),
+    Equivalent(
         "paged_decode", "fp16_queries", "constant_changed", "1.1754943508222875e-38", "2.350988701644575e-38",
         "a row of subnormal numbers is divided by a power of two more, and multiplied by it again",
     ),
