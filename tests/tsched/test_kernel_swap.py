@@ -17,7 +17,7 @@ from tests.tsched.test_llm import PROMPTS
 from tkernels import OPS, Registry
 from tsched import LLM, AsyncLLM, SamplingParams
 
-SAMPLES = SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True)
+SAMPLES = SamplingParams(logprobs=1, n=2, seed=3, max_tokens=6, ignore_eos=True)
 NOT_OF_MODELS = {"merge_states"}
 """Ops that no model calls."""
 
