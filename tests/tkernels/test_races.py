@@ -452,5 +452,6 @@ def test_whatever_orders_less_in_a_kernel_of_the_tree_is_noticed() -> None:
     chosen = list(trials(variants, (ORDER_WEAKENED,)))
     with Pool() as pool:
         ended = list(outcomes(pool, chosen, seed=0, compiled=False))
-    assert len(ended) >= 10  # a barrier and four weaker atomics in each of the two protocols
-    assert [outcome.trial.mutant.name for outcome in ended if not outcome.fate.reason.startswith("races: ")] == []
+    assert len(ended) >= 15  # a barrier and four weaker atomics in each of the three protocols
+    judged = [outcome for outcome in ended if outcome.column != "equivalent"]
+    assert [outcome.trial.mutant.name for outcome in judged if not outcome.fate.reason.startswith("races: ")] == []

@@ -33,6 +33,11 @@ def _steps_of_one(op: str, function: str) -> Equivalent:
     return Equivalent(op, function, "axis_swapped", "0", "1", _REPEATED, nth=1)
 
 
+def _after_a_sum(op: str, function: str, nth: int = 0) -> Equivalent:
+    why = "the sum or maximum before it orders all threads too, where its own barrier waits for global memory as well"
+    return Equivalent(op, function, "order_weakened", "tl.debug_barrier()", "None", why, nth)
+
+
 def _skipped_scale(op: str, function: str) -> Equivalent:
     return Equivalent(op, function, "constant_changed", "1.0", "float('nan')", _SKIPPED)
 
@@ -79,6 +84,11 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "logprobs", "list_tokens", "mask_dropped", "inside & (keys >> 32 >= least >> 32)", "inside",
         "what else the chosen parts hold is not among the largest of the longer list either",
     ),
+    _after_a_sum("logprobs", "store_row"),
+    _after_a_sum("logprobs", "store_row", nth=1),
+    _after_a_sum("logprobs", "logprobs_row_per_program"),
+    _after_a_sum("sample", "sample_candidates"),
+    _after_a_sum("sample", "sample_candidates", nth=1),
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent(
