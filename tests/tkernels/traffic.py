@@ -23,9 +23,8 @@ def count_bytes(tensors: Mapping[str, torch.Tensor]) -> Iterator[Counter[tuple[s
     passed: Counter[tuple[str, str]] = Counter()
 
     def note(addresses: np.ndarray, mask: np.ndarray, width: int, access: str) -> None:
-        mine = np.broadcast_to(addresses, np.broadcast_shapes(addresses.shape, mask.shape))[
-            np.broadcast_to(mask, np.broadcast_shapes(addresses.shape, mask.shape))
-        ]
+        shape = np.broadcast_shapes(addresses.shape, mask.shape)
+        mine = np.broadcast_to(addresses, shape)[np.broadcast_to(mask.astype(bool), shape)]  # some masks are bytes
         left = mine.size
         for name, (first, end) in places.items():
             count = int(((mine >= first) & (mine < end)).sum())

@@ -31,7 +31,7 @@ from tsched.execution import prefill_graphs as prefill_graphs_module
 from tsched.execution.engine import Engine
 from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request
-from tsched.execution.step_kernels import StepKernels
+from tsched.execution.step_kernels import TORCH_KERNELS
 from tsched.requests.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 60
@@ -217,7 +217,7 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
             old, pages = engine._runner._model, engine._runner._pages
             assert isinstance(old, HashModel)
             assert pages is not None
-            engine.use_model(make_model(), kernels=StepKernels(), pages=pages)
+            engine.use_model(make_model(), kernels=TORCH_KERNELS, pages=pages)
             if isinstance(old, LaunchedModel | LaunchedSplitModel):
                 old.is_retired = True
         engine.step()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tkernels.runtime import Runtime
 from tmodel.batch import Batch
-from tsched.execution.step_kernels import StepKernels
+from tsched.execution.step_kernels import TORCH_KERNELS, StepKernels
 from tsched.scheduling.sequence import Ints, SequenceTable
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
@@ -36,9 +36,9 @@ class DeviceState:
         last_tokens: [R] int64, by row of the table, the token that the row's next decode reads.
     """
 
-    def __init__(self, table: SequenceTable, runtime: Runtime, kernels: StepKernels | None = None) -> None:
+    def __init__(self, table: SequenceTable, runtime: Runtime, kernels: StepKernels = TORCH_KERNELS) -> None:
         self._table = table
-        self.kernels = StepKernels() if kernels is None else kernels
+        self.kernels = kernels
         self.runtime = runtime
         device = runtime.device
         rows, width = table.blocks.shape

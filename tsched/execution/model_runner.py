@@ -22,7 +22,7 @@ from tsched.execution.prompt_logprobs import PromptScorer, ScoredPrompts, comput
 from tsched.execution.readback import HostReader, Outcome, Readback
 from tsched.execution.request import Request
 from tsched.execution.sampler import Sampler
-from tsched.execution.step_kernels import StepKernels
+from tsched.execution.step_kernels import TORCH_KERNELS, StepKernels
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.step_plan import PageMover, StepPlan
 
@@ -64,7 +64,7 @@ class ModelRunner:
         pages: Copies pages for forks and swaps; needed where the scheduler makes any.
         states: Copies states for swaps.
         kernels: The ops that it calls beside the model's.
-        sampling: How tokens are drawn, one of tsched.options.SAMPLINGS.
+        inverse_cdf: Whether tokens are drawn by one number a row, and not by one a token.
         cuda_graphs: Whether steps are recorded and replayed: those of decodes whole, those with up to 512 tokens and
             prefill chunks among them in pieces between their attention, where the model is a SplitModel without states.
             None is yes on a GPU. On a CPU steps are padded as for a graph, and run.
@@ -87,8 +87,8 @@ class ModelRunner:
         eos_token_ids: tuple[int, ...] = (),
         pages: PageMover | None = None,
         states: PageMover | None = None,
-        kernels: StepKernels | None = None,
-        sampling: str = "gumbel",
+        kernels: StepKernels = TORCH_KERNELS,
+        inverse_cdf: bool = False,
         cuda_graphs: bool | None = None,
         ranges: Ranges = NVTX,
     ) -> None:
@@ -99,12 +99,12 @@ class ModelRunner:
         self._pages = pages
         self._states = states
         self._table = scheduler.table
-        self._kernels = StepKernels() if kernels is None else kernels
+        self._kernels = kernels
         self._state = DeviceState(scheduler.table, runtime, self._kernels)
         self._builder = BatchBuilder(scheduler.table, self._state)
         self._sampler = Sampler(
             scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids, kernels=self._kernels,
-            inverse_cdf=sampling == "inverse_cdf",
+            inverse_cdf=inverse_cdf,
         )  # fmt: skip
         self._reader = HostReader(runtime)
         self._prompt_scorer = PromptScorer()

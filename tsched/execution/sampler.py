@@ -19,7 +19,7 @@ from tsched.execution.bad_words import BadWords
 from tsched.execution.grammar_masks import GrammarMasks
 from tsched.execution.penalties import PenaltyCounts
 from tsched.execution.random_numbers import SeedTable
-from tsched.execution.step_kernels import StepKernels
+from tsched.execution.step_kernels import TORCH_KERNELS, StepKernels
 from tsched.execution.token_biases import HeldEnds, TokenBiases
 from tsched.execution.token_masks import AllowedTokens
 from tsched.requests.errors import RequestFault
@@ -106,10 +106,10 @@ class Sampler:
         *,
         seed: int,
         eos_token_ids: tuple[int, ...],
-        kernels: StepKernels | None = None,
+        kernels: StepKernels = TORCH_KERNELS,
         inverse_cdf: bool = False,
     ) -> None:
-        self.kernels = StepKernels() if kernels is None else kernels
+        self.kernels = kernels
         self._inverse_cdf = inverse_cdf
         self._table = table
         self._runtime = runtime

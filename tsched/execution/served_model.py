@@ -182,7 +182,7 @@ class ServedModel:
             seed=options.seed,
             eos_token_ids=self.config.eos_token_ids,
             kernels=StepKernels.of(self.kernels),
-            sampling=options.sampling,
+            inverse_cdf=options.sampling == "inverse_cdf",
             pages=self._pages,
             states=tmodel.CachePages(
                 kv_cache.states, None, self._runtime, 0 if host_states is None else host_states.num_blocks

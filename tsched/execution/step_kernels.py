@@ -26,3 +26,6 @@ class StepKernels:
     @classmethod
     def of(cls, kernels: KernelSet) -> StepKernels:
         return cls(**{op.name: getattr(kernels, op.name) for op in fields(cls)})
+
+
+TORCH_KERNELS = StepKernels()

@@ -3,7 +3,6 @@ looked for among them.
 
 A double operation rounds once, and no compiler may make one instruction of two whose result it would change: products
 that are added to are exact in float64, because their factors were fp32 or powers of two.
-
 """
 
 import triton
