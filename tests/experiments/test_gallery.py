@@ -194,7 +194,7 @@ def test_every_split_count_is_a_launch_of_its_own(full: bool, device: DeviceFact
         for pins in asked:
             config = variant.pinned(variant.default_config(device.arch), pins)
             most = variant.workspace(point.axes, config, device)["acc"].shape[2]
-            block = keys_per_block(config["BLOCK_N"], int(point.axes["D"]), torch.bfloat16)
+            block = keys_per_block(config["BLOCK_N"], int(point.axes["D"]), torch.bfloat16, False)
             context = int(point.axes["N"]) * int(point.axes["S"])
             launched.append(launched_splits(most, config["MIN_BLOCKS"] * block, block, context, None))
         assert launched == [pins["num_splits"] for pins in asked], point.name

@@ -63,7 +63,7 @@ def attending(order: str) -> tuple[str, tuple[str, ...], tuple[tuple[str, str], 
         (),
         (
             ("acc, m, l = attend_keys(", "acc, m, l = attend_either_way("),
-            ("    attend_keys,\n", "    fp16_queries,\n"),
+            ("    attend_keys,\n", "    fp16_codes,\n    fp16_queries,\n"),
             ("from tkernels import Config", "from tkernels.language import dot\nfrom tkernels import Config"),
             (kernel, f"{source.replace(loop, either)}\n\n{kernel}"),
         ),

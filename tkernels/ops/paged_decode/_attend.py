@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run
-from tkernels.language import dot
+from tkernels.language import INTERPRETING, dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
 
@@ -23,7 +23,7 @@ MAX_SPLITS = 128
 
 @triton.jit
 def heads_of_tile(tile, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """(KV head, query heads [BLOCK_H], which of them exist). A KV head has one tile, or several if over 64."""
+    """(KV head, query heads [BLOCK_H], which of them exist). A KV head has one tile, or several if over 32."""
     kv_head = (tile // TILES).to(tl.int64)
     offs_g = tile % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
     return kv_head, kv_head * GROUP + offs_g, offs_g < GROUP
@@ -54,6 +54,28 @@ def fp16_queries(q):
 
 
 @triton.jit
+def fp16_codes(codes, AS_LOADED: tl.constexpr):
+    """e4m3 codes [...] as fp16, which holds each of them: two by an instruction, from halves of a register. Triton's
+    own conversion takes the codes apart first: 883 instructions to a block of 64 keys on sm_90, and 468 with this one.
+
+    AS_LOADED: they are converted in the layout of their load, where an operation that is not pure stays, and go through
+    shared memory as fp16; otherwise in that of the product's operand, and go through it as codes.
+    """
+    if INTERPRETING:
+        return codes.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=not AS_LOADED,
+            pack=4,
+        )
+
+
+@triton.jit
 def attend_keys(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
     sequence, kv_head, heads, mask_g, begin, first, end,
@@ -63,6 +85,9 @@ def attend_keys(
 ):  # fmt: skip
     """The part of one sequence's query heads [BLOCK_H], all of one KV head, over the keys first .. end-1, in blocks
     that start at `begin`. Every block must hold a key.
+
+    Keys and values are the rows of the products and the heads their columns: a matrix instruction has 16 rows and 8
+    columns, and a group of 4 query heads pads the smaller side.
 
     Returns acc [BLOCK_H, BLOCK_DV], m and l [BLOCK_H].
     """
@@ -82,36 +107,44 @@ def attend_keys(
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     table_ptr = tables_ptr + sequence * stride_table_b
+    # No stride is negative: a product of two numbers of 32 bits without a sign is one instruction of three.
+    tl.assume(stride_k_p >= 0)
+    tl.assume(stride_k_s >= 0)
+    tl.assume(stride_v_p >= 0)
+    tl.assume(stride_v_s >= 0)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
-    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    # The weights' sum of each place in a block, added up once at the end: a sum over keys passes from lane to lane and
+    # from warp to warp.
+    l = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_DV, BLOCK_H], tl.float32)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= first) & (keys < end)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
+        # In place of a key that is not live the nearest one is loaded, and weighs nothing. On sm_90 masks took 75 of
+        # 638 instructions to a block, and 50 of 178 registers.
+        near = tl.minimum(tl.maximum(keys, first), end - 1).to(tl.uint32)
+        pages = tl.load(table_ptr + near // PAGE_SIZE).to(tl.uint32).to(tl.int64)
+        slots = (near % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
-        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
-        mask_v = live[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        if v_ptr.dtype.element_ty == tl.float8e4nv:
-            # By its transpose: loaded as it is, Triton would put it into shared memory in the order of the product's
-            # operand, 8 bytes at a time.
-            v = tl.trans(tl.load(v_rows[None, :] + offs_dv[:, None], mask=tl.trans(mask_v), other=0.0).to(q.dtype))
-        else:
-            v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
-        k = k.to(q.dtype)  # of fp8
-        # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
+        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        # By their transpose, which is the product's left operand.
+        v = tl.load(v_rows[None, :] + offs_dv[:, None], mask=(offs_dv < HEAD_DIM_V)[:, None], other=0.0)
+        if k_ptr.dtype.element_ty == tl.float8e4nv:
+            k = fp16_codes(k, False)
+            # Wider tiles go to the matrix units of a warp group, ahead of which the compiler moves no impure operation.
+            v = fp16_codes(v, BLOCK_H == 8)
+        # [BLOCK_N, BLOCK_D] @ [BLOCK_D, BLOCK_H] -> [BLOCK_N, BLOCK_H], scaled only once the maximum is subtracted: the
         # weights that count come from small differences, which lose nothing to the size of the logits.
-        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
-        qk = tl.where(live[None, :], qk, float("-inf"))
-        m_new = tl.maximum(m, tl.max(qk, axis=1))
+        qk = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_H], tl.float32))
+        qk = tl.where(live[:, None], qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(qk, axis=0))
         alpha = tl.exp2((m - m_new) * scales)
-        p = tl.exp2((qk - m_new[:, None]) * scales[:, None])
-        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_H, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
+        p = tl.exp2((qk - m_new[None, :]) * scales[None, :])
+        l = l * alpha[None, :] + p  # noqa: E741
+        acc = dot(v, p.to(v.dtype), acc * alpha[None, :])  # [BLOCK_DV, BLOCK_N] @ [BLOCK_N, BLOCK_H]
         m = m_new
-    return acc, m * scales, l
+    return tl.trans(acc), m * scales, tl.sum(l, axis=0)
 
 
 @triton.jit
@@ -201,19 +234,24 @@ def unsupported(axes: Axes, device: DeviceFacts) -> str | None:
     return unsupported_kv(axes, device)
 
 
-def head_tile(group: int) -> tuple[int, int]:
-    """(rows of a tile, tiles per KV head) for a group of query heads."""
-    block = max(16, min(64, triton.next_power_of_2(group)))
+def head_tile(group: int, device: DeviceFacts) -> tuple[int, int]:
+    """(columns of a tile, tiles per KV head) for a group of query heads. 64 columns spill, 520 bytes on sm_100."""
+    narrowest = 16 if device.arch.startswith("gfx") else 8  # of a matrix instruction
+    block = max(narrowest, min(32, triton.next_power_of_2(group)))
     return block, triton.cdiv(group, block)
 
 
-def keys_per_block(block: int, dim: int, dtype: torch.dtype) -> int:
+def keys_per_block(block: int, dim: int, queries: torch.dtype, is_doubled: bool) -> int:
     """The config's block of keys, shrunk in proportion where a row of `dim` in the queries' dtype has more than 256
     bytes; at least 16 keys. fp32 is shrunk twice: tensor cores do not take it, and a product on the other cores holds
     its operands in registers (32 keys of 128: 352 bytes spilled on sm_90; 16 keys: 80 registers).
+
+    Args:
+        is_doubled: For e4m3 in a tile of 8 heads: as many bytes, which share what a block costs whatever its size (on
+            sm_90 68 instructions of each warp for 1 KiB a program, and 87 undoubled). Wider tiles would spill.
     """
-    row_bytes = triton.next_power_of_2(dim) * dtype.itemsize * (2 if dtype.itemsize == 4 else 1)
-    return max(16, block * 256 // max(256, row_bytes))
+    row_bytes = triton.next_power_of_2(dim) * queries.itemsize * (2 if queries.itemsize == 4 else 1)
+    return max(16, block * 256 // max(256, row_bytes) * (2 if is_doubled else 1))
 
 
 def max_splits(config: Config, programs: int, device: DeviceFacts) -> int:
@@ -242,13 +280,14 @@ def part_chunk(num_splits: int, heads: int, dim_v: int) -> int:
 def part_buffers(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     """The workspace of all parts: acc [B, Hq, NUM_SPLITS, Dv], m and l [B, Hq, NUM_SPLITS], fp32."""
     heads, heads_kv = int(axes["Hq"]), int(axes["Hkv"])
-    programs = heads_kv * head_tile(heads // heads_kv)[1]
+    programs = heads_kv * head_tile(heads // heads_kv, device)[1]
     parts = (int(axes["B"]), heads, max_splits(config, programs, device))
     sums = Buffer(parts, torch.float32)
     return {"acc": Buffer((*parts, int(axes["Dv"])), torch.float32), "m": sums, "l": sums}
 
 
 def part_arguments(
+    run: Run,
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -257,11 +296,11 @@ def part_arguments(
     scale: float,
     window: int | None,
     k_scale: torch.Tensor | None,
-    block_n: int,
 ) -> dict[str, Any]:
     """What every kernel that reads the cache is given, by the names that all of them use."""
     (_, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
-    block_h, tiles = head_tile(heads // heads_kv)
+    block_h, tiles = head_tile(heads // heads_kv, run.device)
+    is_doubled = k_cache.dtype == torch.float8_e4m3fn and block_h == 8
     tensors = (q, k_cache, v_cache, block_tables, context_lens, k_scale)
     return {
         **pointers("q[bh] k[psh] v[psh] tables lens k_scale", *tensors),
@@ -276,7 +315,7 @@ def part_arguments(
         "BLOCK_D": triton.next_power_of_2(dim),
         "BLOCK_DV": triton.next_power_of_2(dim_v),
         "PAGE_SIZE": page_size,
-        "BLOCK_N": keys_per_block(block_n, max(dim, dim_v), q.dtype),
+        "BLOCK_N": keys_per_block(run.config["BLOCK_N"], max(dim, dim_v), q.dtype, is_doubled),
     }
 
 

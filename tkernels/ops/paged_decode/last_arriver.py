@@ -34,10 +34,6 @@ from tkernels.ops.paged_decode._attend import (
     unsupported,
 )
 
-_FOUR_BLOCKS = 128
-"""Registers a thread of 4 warps that let four blocks onto a multiprocessor of NVIDIA's: compiled for sm_90 a thread has
-168, and three are there."""
-
 # At least 512 keys to a split by default: a part takes (Dv + 2) * 8 bytes for each query head
 # to write and read again, at a group of 4 and bf16 1.6% of what 512 keys take.
 CONFIGS = tuple(
@@ -54,9 +50,8 @@ CONFIGS = tuple(
         (128, 4, 8, 5),
     )
 ) + tuple(
-    Config(num_splits=splits, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, **more)
+    Config(num_splits=splits, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5, launch_pdl=1)
     for splits in (16, MAX_SPLITS)
-    for more in ({"num_stages": 3, "maxnreg": _FOUR_BLOCKS}, {"num_stages": 5, "launch_pdl": 1})
 )
 
 
@@ -127,8 +122,7 @@ def launch(
     v_scale: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    block_n = run.config["BLOCK_N"]
-    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, block_n)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     rows = min(part["BLOCK_H"], triton.next_power_of_2(part["GROUP"]))
     run.launch(
@@ -147,7 +141,7 @@ def launch(
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     heads, heads_kv = int(axes["Hq"]), int(axes["Hkv"])
-    programs = heads_kv * head_tile(heads // heads_kv)[1]
+    programs = heads_kv * head_tile(heads // heads_kv, device)[1]
     arrived = Buffer((int(axes["B"]), programs), torch.int32, zeroed=True)
     return {"arrived": arrived, **part_buffers(axes, config, device)}
 
@@ -158,7 +152,7 @@ VARIANT = Variant(
     configs=CONFIGS,
     limits={"num_splits": (1, MAX_SPLITS), "BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
-        "": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=16, num_warps=4, num_stages=5),
+        "": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=16, num_warps=4, num_stages=4),
         "sm_80": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),
         "sm_90": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),
         "sm_100": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=8, num_warps=4, num_stages=5),

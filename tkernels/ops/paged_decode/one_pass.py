@@ -1,6 +1,6 @@
 """One program per sequence and KV head reads that head's keys and values once, for all the query heads that share it.
 
-The query heads of a group are the rows of one tile (padded to the 16 that a matrix instruction takes), so the cache is
+The query heads of a group are the columns of one tile (padded to the 8 that a matrix instruction has), so the cache is
 read once whatever the ratio of query to KV heads, and the softmax runs online over blocks of keys (Milakov and
 Gimelshein, 2018). Wins where sequences x KV heads fill the device by themselves; a few long sequences leave it idle.
 """
@@ -22,7 +22,7 @@ from tkernels.ops.paged_decode._attend import (
 )
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
-# flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
+# flight: for sm_90 at D 128, 64 keys take 36 KB of shared memory with 3 or 4 stages, 70 KB with 5 or 6, 103 KB with 7.
 CONFIGS = (
     *(
         Config(BLOCK_N=block, num_warps=warps, num_stages=stages)
@@ -89,9 +89,7 @@ def launch(
     v_scale: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    part = part_arguments(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, run.config["BLOCK_N"]
-    )
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
     grid = (q.shape[0], k_cache.shape[2] * part["TILES"])
     run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale))
 
@@ -103,12 +101,11 @@ VARIANT = Variant(
     supports=unsupported,
     limits={"BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
-        "": Config(BLOCK_N=32, num_warps=4, num_stages=5),  # two programs to 100 KB of shared memory
+        "": Config(BLOCK_N=32, num_warps=4, num_stages=4),  # five programs to 100 KB of shared memory, two over e4m3
         "sm_80": Config(BLOCK_N=64, num_warps=4, num_stages=5),
         "sm_90": Config(BLOCK_N=64, num_warps=4, num_stages=5),
-        "sm_100": Config(BLOCK_N=64, num_warps=4, num_stages=5),
         # A stage less: over an e4m3 cache, 5 spill 4 bytes; and four programs fit.
-        "sm_120": Config(BLOCK_N=32, num_warps=4, num_stages=4),
+        "sm_100": Config(BLOCK_N=64, num_warps=4, num_stages=4),
         "gfx942": Config(BLOCK_N=32, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_N=32, num_warps=4, num_stages=1),
     },

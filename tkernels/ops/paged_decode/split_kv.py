@@ -106,8 +106,7 @@ def launch(
     return_lse: bool,
 ) -> None:
     (sequences, heads, _), heads_kv, reduce_heads = q.shape, k_cache.shape[2], run.config["REDUCE_HEADS"]
-    block_n = run.config["BLOCK_N"]
-    part = part_arguments(q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, block_n)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     run.launch(paged_decode_split_kv_part, (sequences, heads_kv * part["TILES"], splits), **part, **parts)
     run.launch(
@@ -130,7 +129,7 @@ VARIANT = Variant(
     # A tensor core's tile has 16 keys at least.
     limits={"num_splits": (1, MAX_SPLITS), "BLOCK_N": (16, 256), "REDUCE_HEADS": (1, 64)},
     default={
-        "": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=4, REDUCE_HEADS=1, num_warps=4, num_stages=5),
+        "": Config(num_splits=MAX_SPLITS, BLOCK_N=32, MIN_BLOCKS=4, REDUCE_HEADS=1, num_warps=4, num_stages=4),
         "sm_80": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),
         "sm_90": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),
         "sm_100": Config(num_splits=MAX_SPLITS, BLOCK_N=64, MIN_BLOCKS=2, REDUCE_HEADS=1, num_warps=4, num_stages=5),
