@@ -100,6 +100,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "a row of subnormal numbers is divided by a power of two more, and multiplied by it again",
     ),
     Equivalent(
+        "paged_decode", "attend_keys", "constant_changed", "8", "9",
+        "codes are converted in another layout, each to the same number",
+    ),
+    Equivalent(
         "paged_decode", "fp16_queries", "cast_removed", "q.to(tl.float32)", "q",
         "the largest absolute value is exact in any dtype, and the division widens",
     ),
