@@ -298,7 +298,9 @@ CONTRACT = Contract(
         f"B={sequences},chunk={chunk},context={context},S=64": _benchmark(sequences, chunk, context, page=64)
         for sequences, chunk, context in ((8, 512, 512), (1, 512, 16384), (1, 16384, 16384))
     }
+    | {"B=1,chunk=16384,context=16384,S=128": _benchmark(1, 16384, 16384, page=128)}
     | {"B=1,chunk=16384,context=16384": _benchmark(1, 16384, 16384)},
+    inspected={"large_pages": {"S": 128}},
     batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="prefill",
 )

@@ -81,19 +81,19 @@ def paged_prefill_packed_gqa_attend(
     (acc [BLOCK_M, BLOCK_DV], maximum m, sum l) of the rows q [BLOCK_M, BLOCK_D] at the positions `own`. Unless MASKED,
     every row sees all of them.
     """
-    # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N], scaled only once the maximum is subtracted: the
-    # weights that count come from small differences, which lose nothing to the size of the logits.
+    # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
     qk = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
     if MASKED:
         visible = (keys <= own[:, None]) if CAUSAL else (keys < length)[None, :]
         if window is not None:
             visible = visible & (keys[None, :] > own[:, None] - window)
         qk = tl.where(visible, qk, float("-inf"))
-    m_new = tl.maximum(m, tl.max(qk, axis=1))
+    m_new = tl.maximum(m, tl.max(qk, axis=1) * scale_log2)
     # A row that has seen nothing yet keeps its -inf, and -inf - -inf is no number.
     origin = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
-    alpha = tl.exp2((m - origin) * scale_log2)
-    p = tl.exp2((qk - origin[:, None]) * scale_log2)
+    alpha = tl.exp2(m - origin)
+    # One FMA, rounded once: whatever rounding the maximum has had is the same in every weight, and so in none.
+    p = tl.exp2(qk * scale_log2 - origin[:, None])
     l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
     acc = dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None])  # [BLOCK_M, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
     return acc, m_new, l
@@ -101,12 +101,11 @@ def paged_prefill_packed_gqa_attend(
 
 @triton.jit
 def paged_prefill_packed_gqa_store(
-    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,  # noqa: E741
+    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,  # noqa: E741
     stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """Writes the rows' weighted means, and their log-sum-exps where wanted."""
-    total = tl.maximum(l, 1.0)  # the largest weight is 1; only rows that pad the tile may have seen nothing
-    out = acc / total[:, None]
+    out = acc / l[:, None]  # only rows that pad the tile may have seen nothing, and theirs are not stored
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + kv_head)
     offs_dv = tl.arange(0, acc.shape[1])
@@ -114,7 +113,7 @@ def paged_prefill_packed_gqa_store(
     mask_out = mask_m[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
     tl.store(out_rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
     if lse_ptr is not None:
-        lse = (m * scale_log2 + tl.log2(total)) * 0.6931471805599453  # natural
+        lse = (m + tl.log2(l)) * 0.6931471805599453  # natural
         tl.store(lse_ptr + tokens * stride_lse_t + heads, lse, mask=mask_m)
 
 
@@ -133,6 +132,11 @@ def paged_prefill_packed_gqa_sweep(
     # Constant masks vanish when compiled: heads that fill their tiles, in blocks that every row sees, load unmasked.
     mask_d = (offs_d < HEAD_DIM) if q.shape[1] != HEAD_DIM else tl.full([q.shape[1]], True, tl.int1)
     mask_dv = (offs_dv < HEAD_DIM_V) if acc.shape[1] != HEAD_DIM_V else tl.full([acc.shape[1]], True, tl.int1)
+    # No stride is negative: a product of two numbers of 32 bits without a sign is one instruction of three.
+    tl.assume(stride_k_p >= 0)
+    tl.assume(stride_k_s >= 0)
+    tl.assume(stride_v_p >= 0)
+    tl.assume(stride_v_s >= 0)
     for start in range(begin, end, BLOCK_N):
         keys = start + tl.arange(0, BLOCK_N)
         live = tl.full([BLOCK_N], True, tl.int1)
@@ -140,8 +144,9 @@ def paged_prefill_packed_gqa_sweep(
             live = keys < length
             if window is not None:  # the first block may begin on pages that are another sequence's by now
                 live = live & (keys >= first)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
+        places = keys.to(tl.uint32)
+        pages = tl.load(table_ptr + places // PAGE_SIZE, mask=live).to(tl.uint32).to(tl.int64)
+        slots = (places % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
         k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & mask_d[None, :], other=0.0)
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
@@ -209,7 +214,7 @@ def paged_prefill_packed_gqa(
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip
         paged_prefill_packed_gqa_store(
-            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,
+            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
             stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -310,6 +315,11 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
         return reason
     if int(axes.get("T", 0)) * int(axes["Hq"]) // int(axes["Hkv"]) >= 2**31 - 2**16:
         return "rows of queries (tokens x query heads of a KV head) are counted in 32 bits"
+    for name, dim in (("k_cache", "D"), ("v_cache", "Dv")):
+        could_be = int(axes[dim]) * getattr(torch, str(axes["kv"])).itemsize % 16 == 0
+        if device.arch != "interpreter" and could_be and not axes.get(f"{name}_aligned", True):
+            # Compiled for sm_90, an element at a time: 1,044 bytes of spills, and no copy runs ahead of the products.
+            return f"{name}'s address and strides must be multiples of 16 bytes; those of its clone are"
     return None
 
 

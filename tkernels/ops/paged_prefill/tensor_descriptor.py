@@ -44,9 +44,13 @@ CONFIGS = tuple(
 def paged_prefill_tensor_descriptor_sweep(
     acc, m, l, q, own, begin, end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,  # noqa: E741
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
-    """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED."""
-    for start in range(begin, end, BLOCK_N):
+    """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED.
+
+    SPECIALIZED: some warps copy, some multiply, the others compute the softmax.
+    """
+    for start in tl.range(begin, end, BLOCK_N, warp_specialize=SPECIALIZED):
         # A block begins within the context and ends with its page, of which somebody sees a key: no table entry past
         # the context, or wholly before the window, is read.
         page = tl.load(table_ptr + start // PAGE_SIZE)
@@ -98,18 +102,18 @@ def paged_prefill_tensor_descriptor(
         if window is not None:
             acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
                 acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-                PAGE_SIZE, BLOCK_N, CAUSAL, True,
+                PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
             )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
             acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-            PAGE_SIZE, BLOCK_N, CAUSAL, False,
+            PAGE_SIZE, BLOCK_N, CAUSAL, False, False,
         )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
             acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_pages, v_pages, table_ptr, kv_head,
-            scale_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True,
+            scale_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
         )  # fmt: skip
         paged_prefill_packed_gqa_store(
-            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head, scale_log2,
+            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
             stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -136,6 +140,8 @@ def launch(
     if context_lens.shape[0] == 0:
         return  # every row is padding
     block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
+    if k_cache.element_size() == 1:
+        block_n = max(16, block_n // 2)  # e4m3 widens in registers: 128 keys would spill 60 bytes on sm_90
     block_n = min(block_n, v_cache.shape[1])
     grid, arguments = prefill_arguments(
         out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
@@ -170,10 +176,10 @@ VARIANT = Variant(
     limits={"BLOCK_M": (16, 256), "BLOCK_N": (16, 256)},  # a box has at most 256 elements along a dim
     default={
         "": Config(BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
-        # As packed_gqa's, with 212 registers to its 229 on sm_90, where 128 keys do not spill either (250, its 255 and
-        # 40 bytes of stack).
-        "sm_90": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
-        "sm_100": Config(BLOCK_M=128, BLOCK_N=64, num_warps=8, num_stages=5),
+        # Pages of 128 tokens and more get 128 keys: 509 instructions to them on sm_90 and 248 registers, where 64 keys
+        # take 365 and 190. Smaller pages are the tile.
+        "sm_90": Config(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=3),
+        "sm_100": Config(BLOCK_M=128, BLOCK_N=128, num_warps=8, num_stages=2),  # with 3, e4m3 spills 16 bytes
         "interpreter": Config(BLOCK_M=32, BLOCK_N=16, num_warps=4, num_stages=1),
     },
     key=("T", "Hq", "Hkv", "D", "Dv", "S"),

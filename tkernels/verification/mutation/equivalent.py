@@ -126,6 +126,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
+    _no_rows("paged_prefill_warp_specialized"),
     _swapped_terms(
         "add_rms_norm", "out[t] new_residual x[t] residual[t] weight", "out, new_residual, x, residual, weight"
     ),
