@@ -12,7 +12,7 @@ import torch
 from tkernels.config import Config
 from tkernels.contract import Axes, Contract, Value
 from tkernels.declaration import find_faults, taken_outputs
-from tkernels.device import DeviceFacts, device_facts
+from tkernels.device import INTERPRETER, DeviceFacts, device_facts
 from tkernels.dims import Dim
 from tkernels.errors import TKernelsError
 from tkernels.folders import fault_of_name
@@ -175,6 +175,9 @@ class Variant:
         """
         if self.left_out and (refused := set(self.left_out).intersection(self.contract.set_options(axes))):
             return f"{self.name} does not take {', '.join(sorted(refused))}"
+        if self.kind == "triton" and facts.arch != INTERPRETER.arch and (name := self.contract.find_unaligned(axes)):
+            # Compiled for sm_90, products of such tensors spill 456 to 1,284 bytes, and no copy runs ahead of them.
+            return f"{name}'s address and strides must be multiples of 16 bytes, as those of its clone() are"
         return self.supports(axes, facts)
 
     def unsupported_reason(

@@ -39,14 +39,14 @@ class Tensor:
 
     Unit stride in the last dim and any other stride. An optional tensor binds its own name as an axis: given or not.
     `indexes` names the dims, first ones of other arguments, into which integers point, as one number ("P S").
-    One that may come by tensor descriptor (`copied_in_boxes`) binds `<name>_aligned`: whether its address and all its
-    strides but the last are multiples of 16 bytes, as a descriptor needs them.
+    One that kernels read 16 bytes at a time (`read_wide`) binds `<name>_aligned`: whether its address and all its
+    strides but the last are multiples of 16 bytes, as a tensor descriptor needs them too.
     """
 
     dims: str
     dtype: str
     optional: bool = False
-    copied_in_boxes: bool = False
+    read_wide: bool = False
     indexes: str = ""
 
     @cached_property
@@ -72,7 +72,7 @@ class Tensor:
             raise ContractError(
                 f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
             )
-        if self.copied_in_boxes:
+        if self.read_wide:
             axes[f"{name}_aligned"] = _is_aligned(value)
 
     def _check_form(self, op: str, name: str, value: Any, device: torch.device | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from tkernels.batching import Batching
-from tkernels.contract.arguments import Argument, ContractError, Output
+from tkernels.contract.arguments import Argument, ContractError, Output, Tensor
 from tkernels.contract.axes import Axes, Axis, Choose, Constraint, Value
 from tkernels.overlap import shared_memory
 
@@ -139,6 +139,17 @@ class Contract:
             for name, default in self.options.items()
             if any(axes.get(axis, value) != value for axis, value in default.items())
         ]
+
+    def find_unaligned(self, axes: Axes) -> str | None:
+        """The first argument whose rows are whole pieces of 16 bytes, but whose address or strides are not multiples of
+        them, so that a kernel would read it in smaller pieces; None where there is none.
+        """
+        for name, argument in self.arguments.items():
+            if isinstance(argument, Tensor) and not axes.get(f"{name}_aligned", True):
+                dtype = argument.fixed_dtype or getattr(torch, str(axes[argument.dtype]))
+                if argument.shape[-1].size(axes) * dtype.itemsize % 16 == 0:
+                    return name
+        return None
 
     def options_left_out_by(self, function: Callable[..., Any]) -> tuple[str, ...]:
         """The options that a launcher or function of this op has no parameter for."""

@@ -100,9 +100,9 @@ CONTRACT = Contract(
     ),
     constraints=(Constraint(f"K % {BLOCK} == 0"),),
     arguments={
-        "q": Tensor("M K", "codes"),
+        "q": Tensor("M K", "codes", read_wide=True),
         "scale": Tensor(f"M K/{BLOCK}", "float32"),
-        "weight": Tensor("N K", "codes"),
+        "weight": Tensor("N K", "codes", read_wide=True),
         "weight_scale": Tensor(f"ceil(N/{BLOCK}) K/{BLOCK}", "float32"),
         "bias": Tensor("N", "out", optional=True),
         "out_dtype": DType("out"),

@@ -68,7 +68,10 @@ CONTRACT = Contract(
         Choice("values", KINDS),
     ),
     constraints=(Constraint("weight == activation"),),
-    arguments={"x": Tensor("T H", "activation"), "weight": Tensor("2*I H", "weight")},
+    arguments={
+        "x": Tensor("T H", "activation", read_wide=True),
+        "weight": Tensor("2*I H", "weight", read_wide=True),
+    },
     outputs={"out": Output("T I", "activation")},
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,

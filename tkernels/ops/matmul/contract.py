@@ -117,8 +117,8 @@ CONTRACT = Contract(
     ),
     constraints=(Constraint("weight == activation"),),
     arguments={
-        "x": Tensor("M K", "activation", copied_in_boxes=True),
-        "weight": Tensor("N K", "weight", copied_in_boxes=True),
+        "x": Tensor("M K", "activation", read_wide=True),
+        "weight": Tensor("N K", "weight", read_wide=True),
         "bias": Tensor("N", "activation", optional=True),
     },
     outputs={"out": Output("M N", "activation")},

@@ -74,8 +74,8 @@ CONTRACT = Contract(
     ),
     constraints=(Constraint("weight == activation"),),
     arguments={
-        "x": Tensor("T H", "activation"),
-        "weight": Tensor("I H", "weight"),
+        "x": Tensor("T H", "activation", read_wide=True),
+        "weight": Tensor("I H", "weight", read_wide=True),
         "bias": Tensor("I", "activation", optional=True),
         "tanh": Scalar(bool, axis=True),
     },

@@ -230,8 +230,8 @@ CONTRACT = Contract(
     corners=CORNERS,
     arguments={
         "q": Tensor("B Hq D", "activation"),
-        "k_cache": Tensor("P S Hkv D", "kv"),
-        "v_cache": Tensor("P S Hkv Dv", "kv"),
+        "k_cache": Tensor("P S Hkv D", "kv", read_wide=True),
+        "v_cache": Tensor("P S Hkv Dv", "kv", read_wide=True),
         "block_tables": Tensor("B N", "int32"),
         "context_lens": Tensor("B", "int32"),
         **OPTION_ARGUMENTS,

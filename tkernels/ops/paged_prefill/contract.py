@@ -272,8 +272,8 @@ CONTRACT = Contract(
     },
     arguments={
         "q": Tensor("T Hq D", "activation"),
-        "k_cache": Tensor("P S Hkv D", "kv", copied_in_boxes=True),
-        "v_cache": Tensor("P S Hkv Dv", "kv", copied_in_boxes=True),
+        "k_cache": Tensor("P S Hkv D", "kv", read_wide=True),
+        "v_cache": Tensor("P S Hkv Dv", "kv", read_wide=True),
         "block_tables": Tensor("B N", "int32"),
         "cu_seqlens_q": Tensor("B+1", "int32"),
         "context_lens": Tensor("B", "int32"),

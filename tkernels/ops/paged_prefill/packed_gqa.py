@@ -315,11 +315,6 @@ def supports(axes: Axes, device: DeviceFacts) -> str | None:
         return reason
     if int(axes.get("T", 0)) * int(axes["Hq"]) // int(axes["Hkv"]) >= 2**31 - 2**16:
         return "rows of queries (tokens x query heads of a KV head) are counted in 32 bits"
-    for name, dim in (("k_cache", "D"), ("v_cache", "Dv")):
-        could_be = int(axes[dim]) * getattr(torch, str(axes["kv"])).itemsize % 16 == 0
-        if device.arch != "interpreter" and could_be and not axes.get(f"{name}_aligned", True):
-            # Compiled for sm_90, an element at a time: 1,044 bytes of spills, and no copy runs ahead of the products.
-            return f"{name}'s address and strides must be multiples of 16 bytes; those of its clone are"
     return None
 
 

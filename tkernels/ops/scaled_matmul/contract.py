@@ -134,9 +134,9 @@ CONTRACT = Contract(
         Choice("values", (*KINDS, "zeros"), hiding=("zeros",)),
     ),
     arguments={
-        "q": Tensor("M K", "codes"),
+        "q": Tensor("M K", "codes", read_wide=True),
         "scale": Tensor("M", "float32"),
-        "weight": Tensor("N K", "codes"),
+        "weight": Tensor("N K", "codes", read_wide=True),
         "weight_scale": Tensor("N", "float32"),
         "bias": Tensor("N", "out", optional=True),
         "out_dtype": DType("out"),
