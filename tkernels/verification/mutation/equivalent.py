@@ -124,6 +124,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "FIELD * WIDTH + BITS <= 23", "FIELD * WIDTH + BITS < 23",
         "a field that just fits is shifted down, and is the same number there",
     ),
+    Equivalent(
+        "paged_prefill", "order_of_query_tile", "factor_dropped", "config['BLOCK_M'] // config.num_warps",
+        "config['BLOCK_M']", "a number of rows comes with one number of warps, so that both tell configs apart alike",
+    ),
     _no_rows("paged_prefill_packed_gqa"),
     _no_rows("paged_prefill_tensor_descriptor"),
     _no_rows("paged_prefill_warp_specialized"),
