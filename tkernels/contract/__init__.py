@@ -3,7 +3,7 @@
 An op's `contract.py` builds one `Contract` of these.
 """
 
-from tkernels.contract.arguments import Argument, ContractError, DType, Output, Scalar, Tensor, bind_axis
+from tkernels.contract.arguments import Argument, ContractError, DType, Output, Scalar, Tensor, bind_axis, is_aligned
 from tkernels.contract.axes import FLOATS, Axes, Axis, Choice, Choose, Constraint, Int, Value, dtype_axis
 from tkernels.contract.definition import Case, Contract, pack, unpack
 
@@ -26,6 +26,7 @@ __all__ = [
     "Value",
     "bind_axis",
     "dtype_axis",
+    "is_aligned",
     "pack",
     "unpack",
 ]

@@ -73,7 +73,7 @@ class Tensor:
                 f"{op}: argument {name!r} needs unit stride in its last dim, got strides {value.stride()}"
             )
         if self.read_wide:
-            axes[f"{name}_aligned"] = _is_aligned(value)
+            axes[f"{name}_aligned"] = is_aligned(value)
 
     def _check_form(self, op: str, name: str, value: Any, device: torch.device | None) -> None:
         if not isinstance(value, torch.Tensor):
@@ -99,7 +99,7 @@ class Tensor:
                 bind_axis(op, name, dim.name, solved, axes)
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
+def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether its address and all its strides but the last are multiples of 16 bytes."""
     steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
     return not any(step % 16 for step in (tensor.data_ptr(), *steps))

@@ -1,12 +1,12 @@
 """Codes of 2, 3, 4 or 8 bits in int32 words, and the two orders in which a word keeps them.
 
 A word has 32 / b fields of b bits, the first in its lowest bits. A checkpoint's words are sequential: field i holds
-code i. Those that kernels read are interleaved: the odd codes lie in the low half and the even ones in the high half,
-so that one shift and one mask give two neighbours, each in 16 bits of its own (Kim et al., 2022, "Who Says Elephants
-Can't Run"):
+code i. Those that kernels read are interleaved: the even codes lie in the low half and the odd ones in the high half,
+so that one shift and one mask give two neighbours in their order, each in 16 bits of its own (Kim et al., 2022, "Who
+Says Elephants Can't Run"):
 
     4 bits, sequential    | 7 | 6 | 5 | 4 | 3 | 2 | 1 | 0 |
-    4 bits, interleaved   | 6 | 4 | 2 | 0 | 7 | 5 | 3 | 1 |    >> 4 j & 0x000F000F: codes 2 j (above) and 2 j + 1
+    4 bits, interleaved   | 7 | 5 | 3 | 1 | 6 | 4 | 2 | 0 |    >> 4 j & 0x000F000F: codes 2 j and 2 j + 1 (above)
 
 A 3-bit code does not fit a word evenly. Its two low bits are kept as a 2-bit code and its third bit apart, as a 1-bit
 code in a word of 32: every load is of whole, aligned words.
@@ -44,7 +44,7 @@ def codes_per_row(bits: int) -> int:
 def interleaving(fields: int) -> list[int]:
     """The code that each field of an interleaved word holds, lowest bits first."""
     half = fields // 2
-    return [2 * i + 1 if i < half else 2 * (i - half) for i in range(fields)]
+    return [2 * i if i < half else 2 * (i - half) + 1 for i in range(fields)]
 
 
 def pack(codes: torch.Tensor, dim: int, bits: int = 4, order: Order = "sequential") -> torch.Tensor:
@@ -95,15 +95,14 @@ def _swap(words: torch.Tensor, mask: int, distance: int) -> None:
 
 
 # What brings sequential fields of 1, 2, 4, 8 bits into interleaved order: the middle quarters of every stretch change
-# places, from stretches of four fields up to the word (an unshuffle: Warren, 2012, "Hacker's Delight", section 7-2),
-# and then the word's halves, which is what puts the odd codes below. On whole words, in place: scratch of the words'
-# size, not of their codes'.
+# places, from stretches of four fields up to the word (an unshuffle: Warren, 2012, "Hacker's Delight", section 7-2).
+# On whole words, in place: scratch of the words' size, not of their codes'.
 _MIDDLES = {1: 0x22222222, 2: 0x0C0C0C0C, 4: 0x00F000F0, 8: 0x0000FF00}
 
 
 def reordered(words: torch.Tensor, bits: int, order: Order) -> torch.Tensor:
     """int32 words of `bits`-bit fields in the other order as words in `order`."""
-    steps = [(_MIDDLES[width], width) for width in (1, 2, 4, 8) if width >= bits] + [(0x0000FFFF, 16)]
+    steps = [(_MIDDLES[width], width) for width in (1, 2, 4, 8) if width >= bits]
     words = words.clone()
     for mask, distance in steps if order == "interleaved" else reversed(steps):
         _swap(words, mask, distance)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from tkernels.contract import is_aligned
 from tkernels.quantized.codes import (
     BITS,
     ORDERS,
@@ -265,8 +266,17 @@ def in_order(weight: QuantizedWeight, order: Order) -> QuantizedWeight:
 
 
 def interleaved(weight: QuantizedWeight) -> QuantizedWeight:
-    """The same weight with its codes interleaved: what the Triton variants of dequant_gemm read."""
-    return in_order(weight, "interleaved")
+    """The same weight with its codes interleaved: what the Triton variants of dequant_gemm read.
+
+    Of one that is not, parts that are views become tensors of their own, unless all their rows begin on 16 bytes.
+    """
+    if weight.order == "interleaved":
+        return weight
+
+    def begun_on_16_bytes(part: torch.Tensor) -> torch.Tensor:
+        return part if is_aligned(part) else part.clone(memory_format=torch.contiguous_format)
+
+    return in_order(weight, "interleaved").map_tensors(begun_on_16_bytes)
 
 
 def sequential(weight: QuantizedWeight) -> QuantizedWeight:

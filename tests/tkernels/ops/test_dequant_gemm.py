@@ -9,6 +9,8 @@ from tkernels import OPS, Config, ContractError, UnsupportedError, prepared, sel
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import Kernel
 from tkernels.ops.dequant_gemm.auto import ALGORITHMS
+from tkernels.ops.served_models import SERVED_MODELS
+from tkernels.ops.split_sums import words_per_split
 from tkernels.quantized.codes import BITS, interleaving, unpack
 from tkernels.quantized.outliers import Outliers, outliers_from
 from tkernels.quantized.rounding import quantize
@@ -16,7 +18,10 @@ from tkernels.quantized.slicing import slice_inputs
 from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved, sequential, unpack_codes
 from tkernels.tuning import NEAREST
 from tkernels.variant import Variant
+from tkernels.verification.ahead_of_time import compile_for
 from tkernels.verification.check import check_case
+from tkernels.verification.inspection import expected
+from tkernels.verification.inspection.rows import CompiledKernel
 
 VARIANTS = OPS["dequant_gemm"].variants
 AUTO, GEMV, SPLIT_K, TILED = (VARIANTS[name] for name in ("auto", "gemv", "split_k", "tiled"))
@@ -200,7 +205,7 @@ def test_interleaving_moves_every_code_to_its_documented_place_and_back() -> Non
     weight = quantize(dense(), group_size=16)
     words = interleaved(weight)
     codes = unpack(weight.packed, dim=0).unflatten(0, (-1, 8))  # [K/8, 8, N]
-    assert interleaving(8) == [1, 3, 5, 7, 0, 2, 4, 6]
+    assert interleaving(8) == [0, 2, 4, 6, 1, 3, 5, 7]
     assert torch.equal(unpack(words.packed, dim=0).unflatten(0, (-1, 8)), codes[:, interleaving(8)])
     assert words.order == "interleaved"
     assert words.nbytes == weight.nbytes
@@ -234,18 +239,22 @@ def test_a_variant_is_selected_before_there_is_a_weight_to_prepare() -> None:
 
 
 def test_auto_runs_what_its_number_of_tokens_asks_for_or_what_was_tuned() -> None:
-    axes = {"N": 64, "K": 64, "group_size": 64, "coding": "uniform"}
+    axes = axes_of(N=64, K=64, group_size=64)
     by_default = {
         m: ALGORITHMS.chosen({**axes, "M": m}, AUTO.default_config("sm_90"), INTERPRETER).name
-        for m in (0, 1, 2, 64, 65, 4096)
+        for m in (0, 1, 2, 8, 9, 64, 65, 4096)
     }
     assert by_default == {
-        0: "tiled", 1: "gemv", 2: "split_k", 64: "split_k", 65: "tiled", 4096: "dequantize_then_matmul",
+        0: "tiled", 1: "gemv", 2: "gemv", 8: "gemv", 9: "split_k", 64: "split_k", 65: "tiled",
+        4096: "dequantize_then_matmul",
     }  # fmt: skip
     names = [ALGORITHMS.chosen({**axes, "M": 1}, config, INTERPRETER).name for config in AUTO.configs]
     assert names == ["gemv", "gemv", "split_k", "dequantize_then_matmul", "tiled"]
-    # gemv takes one token: tuned so for a bucket, it would still give way.
-    assert ALGORITHMS.chosen({**axes, "M": 3}, AUTO.configs[0], INTERPRETER).name == "split_k"
+    # gemv takes one token of most weights: tuned so for a bucket, it would still give way.
+    for others in ({"bits": 8}, {"weight": "float32", "activation": "float32"}, {"group_size": 16}):
+        assert ALGORITHMS.chosen({**axes, "M": 3, **others}, AUTO.configs[0], INTERPRETER).name == "split_k"
+    for arch, name in (("gfx942", "split_k"), ("sm_80", "gemv")):
+        assert ALGORITHMS.chosen({**axes, "M": 3}, AUTO.default_config(arch), TARGETS[arch]).name == name
 
 
 def test_auto_gives_the_bits_of_the_algorithm_that_it_runs() -> None:
@@ -255,10 +264,25 @@ def test_auto_gives_the_bits_of_the_algorithm_that_it_runs() -> None:
         assert torch.equal(AUTO(x[:rows], weight), variant(x[:rows], weight))
 
 
+def test_a_weight_whose_rows_begin_anywhere_is_copied_once_or_refused_by_what_takes_pairs() -> None:
+    x = dense(3, 128, torch.bfloat16)
+    view = quantize(dense(48, 128, torch.bfloat16), group_size=-1).map_tensors(lambda part: part[:, 3:43])
+    assert not GEMV.contract.bind_axes({"x": x, "weight": view, "bias": None})[0]["weight_aligned"]
+    copied = interleaved(view)
+    assert GEMV.contract.bind_axes({"x": x, "weight": copied, "bias": None})[0]["weight_aligned"]
+    wide = copied.map_tensors(lambda part: torch.cat((part, part), dim=1)[:, 1:41])
+    assert wide.shape == (40, 128)
+    with pytest.raises(UnsupportedError, match="one token at a time, not M = 3.*rows that begin on 16 bytes"):
+        GEMV(x, wide)
+    assert torch.equal(AUTO(x, wide), SPLIT_K(x, wide))
+
+
 def test_a_variant_says_how_many_tokens_it_takes() -> None:
     weight = interleaved(quantize(dense(), group_size=16))
     with pytest.raises(UnsupportedError, match="one token at a time, not M = 2"):
         GEMV(torch.zeros(2, 64), weight)
+    with pytest.raises(UnsupportedError, match="takes 8 tokens, not M = 9"):
+        GEMV(torch.zeros(9, 64), weight)
     with pytest.raises(UnsupportedError, match="takes 64 rows, not M = 65"):
         SPLIT_K(torch.zeros(65, 64), weight)
     for variant in VARIANTS.values():
@@ -272,14 +296,17 @@ def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inpu
     config = variant.default_config(device.arch)
     block_w = config["BLOCK_W"] if variant is GEMV else config["BLOCK_K"] // 8
     assert variant.module is not None
-    rows = variant.module.split_words(outputs, inputs, 4, config, device)
+    if variant is GEMV and inputs % 128 == 0:  # a group of 128 for each tile
+        block_w *= 2
+    rows = words_per_split(inputs // 8, block_w, outputs, config, device, variant.module.MAX_SPLITS)
     splits = -(-(inputs // 8) // rows)
     assert rows % block_w == 0
     assert 1 <= splits <= 64
     assert (splits - 1) * rows < inputs // 8 <= splits * rows  # none is empty: each is counted
     shapes = {}
     for tokens in (1, 16):
-        buffers = variant.workspace(axes_of(M=tokens, N=outputs, K=inputs), config, device)
+        axes = axes_of(M=tokens, N=outputs, K=inputs, group_size=128 if inputs % 128 == 0 else 8)
+        buffers = variant.workspace(axes, config, device)
         assert bool(buffers) == (splits > 1)
         shapes[tokens] = buffers["arrived"].shape if buffers else ()
     assert shapes[1] == shapes[16]  # one zeroed buffer for every batch
@@ -291,7 +318,9 @@ def test_splits_cover_k_and_fill_the_device(variant: Variant, outputs: int, inpu
 def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
     config = Config(BLOCK_N=16, BLOCK_W=4, PROGRAMS_PER_SM=programs)
     case = GEMV.contract.case(axes_of(M=1, N=40, K=256, group_size=64), seed=1)
-    assert len(GEMV.workspace(axes_of(M=1, N=40, K=256), config, INTERPRETER)) == (2 if programs == 8 else 0)
+    assert len(GEMV.workspace(axes_of(M=1, N=40, K=256, group_size=64), config, INTERPRETER)) == (
+        2 if programs == 8 else 0
+    )
     result = check_case(GEMV, case, config)
     assert result.status == "ok", str(result)
 
@@ -300,8 +329,9 @@ def test_gemv_is_right_with_one_split_and_with_several(programs: int) -> None:
 @pytest.mark.parametrize("programs", [1, 4])
 def test_split_k_is_right_with_one_split_and_with_several(programs: int, group_size: int) -> None:
     config = Config(BLOCK_TOKENS=16, BLOCK_N=32, BLOCK_K=32 if programs == 4 else 256, PROGRAMS_PER_SM=programs)
-    case = SPLIT_K.contract.case(axes_of(M=17, N=40, K=256, group_size=group_size), seed=1)
-    assert bool(SPLIT_K.workspace(axes_of(M=17, N=40, K=256), config, INTERPRETER)) == (programs == 4)
+    axes = axes_of(M=17, N=104, K=256, group_size=group_size)
+    case = SPLIT_K.contract.case(axes, seed=1)
+    assert bool(SPLIT_K.workspace(axes, config, INTERPRETER)) == (programs == 4)
     result = check_case(SPLIT_K, case, config)
     assert result.status == "ok", str(result)
 
@@ -347,6 +377,58 @@ def test_the_kernels_decode_bit_for_bit(kind: dict[str, int | str | bool], dtype
     eye = torch.eye(weight.shape[1], dtype=weight.dtype)
     for variant in (TILED, DENSE_FIRST):
         assert torch.equal(variant(eye, weight), dequantize(weight).t()), variant.name
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kind", [{"symmetric": True}, {"permuted": True, "K": 72, "padding": 24}], ids=str)
+def test_pairs_of_codes_are_exact(kind: dict[str, int | str | bool], dtype: str, tokens: int) -> None:
+    weight = drawn(activation=dtype, weight=dtype, **kind)
+    eye = torch.eye(weight.shape[1], dtype=weight.dtype)
+    for first in range(0, weight.shape[1] - tokens, 40):
+        rows = slice(first, first + tokens)
+        assert torch.equal(GEMV(eye[rows], weight), dequantize(weight).t()[rows])
+
+
+@pytest.mark.parametrize(("block_n", "num_warps"), [(32, 1), (64, 2), (64, 4)])
+def test_the_orders_of_pairs_go_with_every_tile(block_n: int, num_warps: int) -> None:
+    config = Config(BLOCK_N=block_n, BLOCK_W=8, PROGRAMS_PER_SM=2, num_warps=num_warps)
+    for tokens, group_size in ((1, 128), (7, 32)):
+        case = GEMV.contract.case(axes_of(M=tokens, N=72, K=384, group_size=group_size), seed=2)
+        result = check_case(GEMV, case, config)
+        assert result.status == "ok", str(result)
+
+
+def instructions_per_weight(row: CompiledKernel) -> float:
+    """Of a main loop, at 4 bits and groups of 128."""
+    assert GEMV.module is not None
+    assert row.loop_instructions is not None
+    config = Config(**row.config)
+    places = config["BLOCK_K"] if row.variant == "split_k" else 8 * GEMV.module.word_rows(config, 4, 128, True)
+    return row.loop_instructions / (places * config["BLOCK_N"] / (32 * config.num_warps))
+
+
+# Triton 3.6 moves pairs between registers before it multiplies them.
+@pytest.mark.parametrize(
+    ("version", "variant", "most"), [("3.7", "gemv", 1.65), ("3.6", "gemv", 2.55), ("3.7", "split_k", 3.3)]
+)
+def test_the_expected_tables_count_the_instructions_for_each_weight(version: str, variant: str, most: float) -> None:
+    row = expected.read(expected.table_path(version))["dequant_gemm", variant, "engine", 0, "sm_90"]
+    assert instructions_per_weight(row) <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "most"), [(1, 1.6), (8, 1.75), (16, 2.7), (32, 2.9), (64, 3.3)])
+@pytest.mark.parametrize("layer", ["gate_up", "down"])
+def test_what_auto_serves_takes_few_instructions_for_each_weight(layer: str, tokens: int, most: float) -> None:
+    outputs, inputs = SERVED_MODELS["Qwen3-4B"].linears[layer]
+    axes = axes_of(M=tokens, N=outputs, K=inputs, group_size=128)
+    chosen = ALGORITHMS.chosen(axes, AUTO.default_config("sm_90"), TARGETS["sm_90"])
+    assert chosen is (GEMV if tokens <= 8 else SPLIT_K)
+    (row,) = compile_for(["sm_90"], [f"dequant_gemm.{chosen.name}"], {"M": tokens, "N": outputs, "K": inputs})
+    assert row.spill_bytes == 0
+    assert row.grid[0] == 1 or tokens <= 8  # one tile of tokens: the weight is read once
+    assert instructions_per_weight(row) <= most
 
 
 @pytest.mark.parametrize("variant", [GEMV, LOOKUP_GEMV, SPLIT_K, TILED], ids=lambda variant: variant.name)

@@ -115,7 +115,7 @@ def test_codes_come_back_in_both_orders_and_each_lies_where_the_picture_shows_it
     assert torch.equal(swapped, pack(codes & (2**width - 1), 0, width, "interleaved"))
     pairs = torch.stack([(swapped >> (width * i)) & ((2**width - 1) * 0x10001) for i in range(fields // 2)])
     low = (codes & (2**width - 1)).unflatten(0, (-1, fields // 2, 2)).int()  # [words, pairs, 2, N]
-    assert torch.equal(pairs, (low[:, :, 0] << 16 | low[:, :, 1]).transpose(0, 1))
+    assert torch.equal(pairs, (low[:, :, 1] << 16 | low[:, :, 0]).transpose(0, 1))
     assert torch.equal(reordered(swapped, width, "sequential"), packed)
     if high is not None:
         assert high.shape == (3, 24)
@@ -123,9 +123,9 @@ def test_codes_come_back_in_both_orders_and_each_lies_where_the_picture_shows_it
 
 
 def test_the_interleaving_of_each_width() -> None:
-    assert interleaving(4) == [1, 3, 0, 2]
-    assert interleaving(8) == [1, 3, 5, 7, 0, 2, 4, 6]
-    assert interleaving(16) == [*range(1, 16, 2), *range(0, 16, 2)]
+    assert interleaving(4) == [0, 2, 1, 3]
+    assert interleaving(8) == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert interleaving(16) == [*range(0, 16, 2), *range(1, 16, 2)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis
+from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis, is_aligned
 from tkernels.device import DeviceFacts
 from tkernels.inputs import dtype_name
 from tkernels.quantized.weight import QuantizedWeight
@@ -32,7 +32,9 @@ def axes_of(weight: QuantizedWeight) -> dict[str, Value]:
 
 @dataclass(frozen=True)
 class QuantizedWeightArgument:
-    """The rule for a QuantizedWeight: binds the axes of `axes_of`, and sees that its parts are on one device."""
+    """The rule for a QuantizedWeight: binds the axes of `axes_of`, and `<name>_aligned`: whether all rows of its parts
+    begin on 16 bytes. Sees that they are on one device.
+    """
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
@@ -58,6 +60,7 @@ class QuantizedWeightArgument:
         source = "packed" if value.permutation is None else "permutation"
         for axis, bound in axes_of(value).items():
             bind_axis(op, f"{name}.{source}" if axis == "K" else name, axis, bound, axes)
+        axes[f"{name}_aligned"] = all(is_aligned(part) for _, part in value.own_parts())
 
 
 def needs_interleaved(axes: Axes, device: DeviceFacts) -> str | None:

@@ -3,9 +3,9 @@
 A conversion from an integer runs at a quarter of the rate of other arithmetic or less on every NVIDIA GPU. So a code is
 put into the low mantissa bits of a number whose last of these bits counts 1 (1024 in fp16, 128 in bf16), which makes it
 1024 + code, and the same sum with the zero-point is subtracted: exact, for both are integers of few bits. Two codes at
-a time, in the halves of one register, the even one above: the order in which ptxas pairs the two subtractions, so that
-it need not turn the pair around. (Kim et al., 2022, "Who Says Elephants Can't Run"; Frantar et al., 2024,
-"MARLIN", whose kernels do it in assembly, as does NVIDIA's FasterTransformer.)
+a time, in the halves of one register, the odd one above. (Kim et al., 2022, "Who Says Elephants Can't Run"; Frantar et
+al., 2024, "MARLIN", whose kernels do it in assembly, as does NVIDIA's FasterTransformer.) 4-bit codes that go to the
+matrix units pair by pair have a better way: see _pairs.py.
 
 bf16 has 7 bits of mantissa, too few for codes of 8: those go through fp32, as everything of fp32 does, and are rounded
 once. A table's entry is picked by `tl.gather`, which becomes one shuffle for each weight: 8.7 instructions on sm_90 for
@@ -165,7 +165,7 @@ def for_each_code(values, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def pairs_in(packed, high, BITS: tl.constexpr):
-    """Words [BLOCK_W, BLOCK_N] -> pairs of neighbouring codes in 16 bits each, the even one above: two dims for 8 bits,
+    """Words [BLOCK_W, BLOCK_N] -> pairs of neighbouring codes in 16 bits each, the odd one above: two dims for 8 bits,
     three for 4, four for fewer, of which the later ones are the lower bits of the pair's place.
     """
     # Joins, unlike a broadcast against shifts, let a thread keep a word's weights side by side, so that they reach
@@ -217,12 +217,12 @@ def unpacked(
     pairs = pairs_in(packed, high, BITS)
     zero = for_each_code(zero, BLOCK_N, BLOCK_K)
     if tl.float32 == DTYPE or (tl.bfloat16 == DTYPE and BITS == 8):
-        codes = by_output(tl.join(pairs >> 16, pairs & 0xFFFF), BITS, BLOCK_N, BLOCK_K)
+        codes = by_output(tl.join(pairs & 0xFFFF, pairs >> 16), BITS, BLOCK_N, BLOCK_K)
         # 0x4B000000 is 2**23 in fp32, whose last bit counts 1.
         weight = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (zero.to(tl.float32) + 8388608.0)
     else:
         pairs = pairs | magic
-        codes = tl.join((pairs >> 16).to(tl.int16), pairs.to(tl.int16)).to(DTYPE, bitcast=True)
+        codes = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
         zero = (zero | magic).to(tl.int16).to(DTYPE, bitcast=True)
         if INTERPRETING:  # it has no arithmetic on bf16
             codes, zero = codes.to(tl.float32), zero.to(tl.float32)
@@ -247,7 +247,7 @@ def looked_up(
 ):
     """Each code's value, as a tile of the weight, [BLOCK_N, BLOCK_K]. packed, high, table: see the functions above."""
     pairs = pairs_in(packed, high, BITS)
-    codes = by_output(tl.join(pairs >> 16, pairs & 0xFFFF), BITS, BLOCK_N, BLOCK_K)
+    codes = by_output(tl.join(pairs & 0xFFFF, pairs >> 16), BITS, BLOCK_N, BLOCK_K)
     if BITS == 8:
         # The table of 64 outputs is 32 kB of the L1 cache. Offsets are below 2**31: QuantizedWeight refuses more.
         return tl.load(table_ptr + codes * stride_table_c + offs_n[:, None], mask=mask_n[:, None], other=0.0)

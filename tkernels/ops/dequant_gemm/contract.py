@@ -92,7 +92,9 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     if axes["order"] == "interleaved":
         weight = interleaved(weight)
 
-    paddings = count(3)  # another for each part: one's stride taken for another's, which is as wide, must show
+    # Another for each part: one's stride taken for another's, which is as wide, must show. Of whole 16 bytes, so that
+    # rows of 8 outputs begin on 16 bytes in both layouts, and those of 13 in neither.
+    paddings = count(8, 8)
 
     def laid_out(part: torch.Tensor) -> torch.Tensor:
         if part.dim() == 1:
