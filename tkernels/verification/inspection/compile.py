@@ -162,7 +162,7 @@ def _of_code(code: Code, ttir: str) -> dict[str, Any]:
     where = loop or code.instructions
     return {
         "loop": bool(loop),
-        "loop_instructions": len(loop) or None,
+        "loop_instructions": max(map(len, code.main_loops()), default=None),
         "matrix_instructions": code.matrix_instructions,
         "access_bytes": access_shares(where),
         "bulk_copies": sum(one.bulk for one in where),

@@ -20,7 +20,7 @@ class CompiledKernel:
     matrix_instructions: {kind: instructions in the code}.
     access_bytes: {width in bytes: share of the main loop's bytes}, of accesses to global memory, each instruction
         counted once; bulk_copies (TMA) are counted beside them. loop: there is a main loop; where there is none, the
-        whole kernel stands for it. loop_instructions: how many the main loop has; None where there is none.
+        whole kernel stands for it. loop_instructions: how many the longest of its loops has; None where there is none.
     early_launch: how it waits for launches ahead of it, {"waits": 1, "prefetches": L2 prefetches before that,
         "writes": stores and atomics before that}, none that are 0.
     narrow: main-loop accesses to 8- and 16-bit floats of less than 16 bytes, "file.py:line float width".
