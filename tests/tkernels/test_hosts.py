@@ -24,5 +24,5 @@ def test_what_a_launcher_decides_is_in_the_table(variant: Variant) -> None:
 
 def test_the_table_says_what_each_variant_refuses() -> None:
     assert TABLE["rms_norm.row_per_program"]["refuses"] == {"H > 16384": "all"}
-    assert TABLE["dequant_gemm.gemv"]["refuses"]["M > 1"] == "all"
+    assert TABLE["dequant_gemm.lookup_gemv"]["refuses"]["M > 1"] == "all"
     assert "sm_80" in TABLE["paged_prefill.tensor_descriptor"]["refuses"]["as it is"]
