@@ -20,12 +20,12 @@ import torch
 from tests.tkernels.stub_driver import compiling, jit_function
 from tkernels import OPS, Config, Run
 from tkernels.contract import ContractError, Int, Value
-from tkernels.device import TARGETS
+from tkernels.device import TARGETS, DeviceFacts
 from tkernels.launch import jit_door
 from tkernels.variant import Variant
 from tkernels.verification.inspection.points import Point, point
 
-H200 = TARGETS["sm_90"]
+DEVICES = (TARGETS["sm_90"], TARGETS["sm_100"])
 META = torch.device("meta")
 TRITON = [(op.name, v.name) for op in OPS.values() for v in op.variants.values() if v.launch is not None]
 
@@ -45,17 +45,22 @@ SMALL: Mapping[str, Value] = {
 }  # fmt: skip
 """What does not change from batch to batch, where the op has it: multiples of 16, as models have."""
 
+WIDTHS: Mapping[str, int] = {"dequant_gemm_gemv": 2, "dequant_gemm_split_k": 2}
+"""Kernels whose tiles are as wide as the batch -> the widths of these batches: 1 and 8 tokens, 16 and 32. Each is that
+of a batch of which an engine records a graph before it serves.
+"""
+
 WEIGHTS: tuple[Mapping[str, Value], ...] = ({}, {"coding": "lookup", "symmetric": False, "group_size": 512})
 """What else is tried where a variant does not take the first."""
 
 
-def supported_point(variant: Variant, batch: Mapping[str, Value]) -> Point | None:
+def supported_point(variant: Variant, batch: Mapping[str, Value], facts: DeviceFacts) -> Point | None:
     """A call of this batch; None where there is none that the variant takes, as of more sequences than tokens."""
     known = variant.contract.axis_by_name
     for weight in WEIGHTS:
         held = {axis: value for axis, value in {**SMALL, **weight, **batch}.items() if axis in known}
         with suppress(ContractError):
-            here = point(variant, "engine", H200, held)
+            here = point(variant, "engine", facts, held)
             if here is not None and here.reason is None:
                 return here
     return None
@@ -72,18 +77,20 @@ def test_a_kernel_is_compiled_once_for_every_batch(op: str, name: str) -> None:
         launched[kernel.__name__, config].add(kernel)
 
     with compiling(), mock.patch("tkernels.variant.unavailable_reason", return_value=None):
-        for sizes in product(*(SIZES[axis] for axis in axes)):
-            here = supported_point(variant, dict(zip(axes, sizes, strict=True)))
+        batches = [dict(zip(axes, sizes, strict=True)) for sizes in product(*(SIZES[axis] for axis in axes))]
+        facts = next(one for one in DEVICES if any(supported_point(variant, batch, one) for batch in batches))
+        for batch in batches:
+            here = supported_point(variant, batch, facts)
             if here is None:
                 continue
-            config = variant.default_config(H200.arch)
-            buffers = variant.workspace(here.axes, config, H200)
+            config = variant.default_config(facts.arch)
+            buffers = variant.workspace(here.axes, config, facts)
             workspace = {key: torch.empty(one.shape, dtype=one.dtype, device=META) for key, one in buffers.items()}
             outputs = variant.contract.allocate_outputs(here.axes, here.arguments, META)
-            variant.run_launcher(Run(H200, here.axes, config, workspace, door), outputs, here.arguments)
+            variant.run_launcher(Run(facts, here.axes, config, workspace, door), outputs, here.arguments)
             num_calls += 1
         kernels = {kernel for found in launched.values() for kernel in found}
         keys = {one.__name__: len(jit_function(one).device_caches[0][0]) for one in kernels}
     assert num_calls >= (1 if name in ("gemv", "lookup_gemv") else 3)
-    configs = {kernel: sum(1 for named, _ in launched if named == kernel) for kernel in keys}
+    configs = {kernel: WIDTHS.get(kernel, 1) * sum(1 for named, _ in launched if named == kernel) for kernel in keys}
     assert keys == configs

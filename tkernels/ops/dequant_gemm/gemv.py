@@ -299,7 +299,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
     tokens = int(axes["M"])
     if tokens > MOST_TOKENS:
-        return f"it takes {MOST_TOKENS} tokens, not M = {tokens}"
+        return f"it takes up to {MOST_TOKENS} tokens, not M = {tokens}"
     if tokens > 1 and not takes_pairs(axes, device):
         return (
             f"it takes one token at a time, not M = {tokens}: more of 4 bits in 16-bit floats, groups of whole "

@@ -5,27 +5,30 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
-from tkernels.language import dot
-from tkernels.ops.paged_decode._attend import part_arguments, result_arguments, unsupported
+from tkernels.language import INTERPRETING, dot, wait_for_earlier_launches
+from tkernels.ops.paged_decode._attend import all_but_stages, part_arguments, result_arguments, unsupported
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
-# flight: for sm_90 at D 128, 64 keys take 38 KB of shared memory with 3 or 4 stages, 71 KB with 5 or 6, 103 KB with 7.
-CONFIGS = tuple(
-    Config(BLOCK_N=block, num_warps=warps, num_stages=stages)
-    for block, warps, stages in (
-        (16, 2, 5),
-        (32, 2, 3),
-        (32, 2, 5),
-        (32, 4, 5),
-        (32, 4, 7),
-        (64, 4, 2),
-        (64, 4, 3),
-        (64, 4, 5),
-        (64, 8, 5),
-        (128, 4, 3),
-        (128, 8, 3),
-        (128, 8, 5),
-    )
+# flight: for sm_90 at D 128, 64 keys take 36 KB of shared memory with 3 or 4 stages, 70 KB with 5 or 6, 103 KB with 7.
+CONFIGS = (
+    *(
+        Config(BLOCK_N=block, num_warps=warps, num_stages=stages)
+        for block, warps, stages in (
+            (16, 2, 5),
+            (32, 2, 3),
+            (32, 2, 5),
+            (32, 4, 5),
+            (32, 4, 7),
+            (64, 4, 2),
+            (64, 4, 3),
+            (64, 4, 5),
+            (64, 8, 5),
+            (128, 4, 3),
+            (128, 8, 3),
+            (128, 8, 5),
+        )
+    ),
+    Config(BLOCK_N=64, num_warps=4, num_stages=5, launch_pdl=1),
 )
 
 
@@ -34,7 +37,7 @@ CONFIGS = tuple(
 
 @triton.jit
 def heads_of_tile(tile, GROUP: tl.constexpr, TILES: tl.constexpr, BLOCK_H: tl.constexpr):
-    """(KV head, query heads [BLOCK_H], which of them exist). A KV head has one tile, or several if over 64."""
+    """(KV head, query heads [BLOCK_H], which of them exist). A KV head has one tile, or several if over 32."""
     kv_head = (tile // TILES).to(tl.int64)
     offs_g = tile % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
     return kv_head, kv_head * GROUP + offs_g, offs_g < GROUP
@@ -50,6 +53,28 @@ def fp16_queries(q):
 
 
 @triton.jit
+def fp16_codes(codes, AS_LOADED: tl.constexpr):
+    """e4m3 codes [...] as fp16, which holds each of them: two by an instruction, from halves of a register. Triton's
+    own conversion takes the codes apart first: 883 instructions to a block of 64 keys on sm_90, and 468 with this one.
+
+    AS_LOADED: they are converted in the layout of their load, where an operation that is not pure stays, and go through
+    shared memory as fp16; otherwise in that of the product's operand, and go through it as codes.
+    """
+    if INTERPRETING:
+        return codes.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            "=r,=r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=not AS_LOADED,
+            pack=4,
+        )
+
+
+@triton.jit
 def attend_keys(
     q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
     sequence, kv_head, heads, mask_g, begin, first, end,
@@ -59,6 +84,9 @@ def attend_keys(
 ):  # fmt: skip
     """The part of one sequence's query heads [BLOCK_H], all of one KV head, over the keys first .. end-1, in blocks
     that start at `begin`. Every block must hold a key.
+
+    Keys and values are the rows of the products and the heads their columns: a matrix instruction has 16 rows and 8
+    columns, and a group of 4 query heads pads the smaller side.
 
     Returns acc [BLOCK_H, BLOCK_DV], m and l [BLOCK_H].
     """
@@ -78,38 +106,46 @@ def attend_keys(
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     table_ptr = tables_ptr + sequence * stride_table_b
+    # No stride is negative: a product of two numbers of 32 bits without a sign is one instruction of three.
+    tl.assume(stride_k_p >= 0)
+    tl.assume(stride_k_s >= 0)
+    tl.assume(stride_v_p >= 0)
+    tl.assume(stride_v_s >= 0)
     m = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_H], tl.float32)  # noqa: E741
-    acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
+    # The weights' sum of each place in a block, added up once at the end: a sum over keys passes from lane to lane and
+    # from warp to warp.
+    l = tl.zeros([BLOCK_N, BLOCK_H], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_DV, BLOCK_H], tl.float32)
     last = begin + (end - begin - 1) // BLOCK_N * BLOCK_N
     for done in range(0, end - begin, BLOCK_N):  # the newest keys first, which carry the most weight
         start = last - done
         keys = start + tl.arange(0, BLOCK_N)
         live = (keys >= first) & (keys < end)
-        pages = tl.load(table_ptr + keys // PAGE_SIZE, mask=live).to(tl.int64)
-        slots = (keys % PAGE_SIZE).to(tl.int64)
+        # In place of a key that is not live the nearest one is loaded, and weighs nothing. On sm_90 masks took 75 of
+        # 638 instructions to a block, and 50 of 178 registers.
+        near = tl.minimum(tl.maximum(keys, first), end - 1).to(tl.uint32)
+        pages = tl.load(table_ptr + near // PAGE_SIZE).to(tl.uint32).to(tl.int64)
+        slots = (near % PAGE_SIZE).to(tl.int64)
         k_rows = k_ptr + pages * stride_k_p + slots * stride_k_s
-        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=live[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
-        mask_v = live[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
-        if v_ptr.dtype.element_ty == tl.float8e4nv:
-            # By its transpose: loaded as it is, Triton would put it into shared memory in the order of the product's
-            # operand, 8 bytes at a time.
-            v = tl.trans(tl.load(v_rows[None, :] + offs_dv[:, None], mask=tl.trans(mask_v), other=0.0).to(q.dtype))
-        else:
-            v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=mask_v, other=0.0)
-        k = k.to(q.dtype)  # of fp8
-        # [BLOCK_H, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_H, BLOCK_N], scaled only once the maximum is subtracted: the
+        k = tl.load(k_rows[:, None] + offs_d[None, :], mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+        # By their transpose, which is the product's left operand.
+        v = tl.load(v_rows[None, :] + offs_dv[:, None], mask=(offs_dv < HEAD_DIM_V)[:, None], other=0.0)
+        if k_ptr.dtype.element_ty == tl.float8e4nv:
+            k = fp16_codes(k, False)
+            # Wider tiles go to the matrix units of a warp group, ahead of which the compiler moves no impure operation.
+            v = fp16_codes(v, BLOCK_H == 8)
+        # [BLOCK_N, BLOCK_D] @ [BLOCK_D, BLOCK_H] -> [BLOCK_N, BLOCK_H], scaled only once the maximum is subtracted: the
         # weights that count come from small differences, which lose nothing to the size of the logits.
-        qk = dot(q, tl.trans(k), tl.zeros([BLOCK_H, BLOCK_N], tl.float32))
-        qk = tl.where(live[None, :], qk, float("-inf"))
-        m_new = tl.maximum(m, tl.max(qk, axis=1))
+        qk = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_H], tl.float32))
+        qk = tl.where(live[:, None], qk, float("-inf"))
+        m_new = tl.maximum(m, tl.max(qk, axis=0))
         alpha = tl.exp2((m - m_new) * scales)
-        p = tl.exp2((qk - m_new[:, None]) * scales[:, None])
-        l = l * alpha + tl.sum(p, axis=1)  # noqa: E741
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])  # [BLOCK_H, BLOCK_N] @ [BLOCK_N, BLOCK_DV]
+        p = tl.exp2((qk - m_new[None, :]) * scales[None, :])
+        l = l * alpha[None, :] + p  # noqa: E741
+        acc = dot(v, p.to(v.dtype), acc * alpha[None, :])  # [BLOCK_DV, BLOCK_N] @ [BLOCK_N, BLOCK_H]
         m = m_new
-    return acc, m * scales, l
+    return tl.trans(acc), m * scales, tl.sum(l, axis=0)
 
 
 @triton.jit
@@ -141,6 +177,7 @@ def paged_decode_newest_first(
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, heads, mask_g = heads_of_tile(tl.program_id(1), GROUP, TILES, BLOCK_H)
+    wait_for_earlier_launches()
     length = tl.load(lens_ptr + sequence)
     first = 0
     if window is not None:
@@ -175,9 +212,7 @@ def launch(
     v_scale: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    part = part_arguments(
-        q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, run.config["BLOCK_N"]
-    )
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
     grid = (q.shape[0], k_cache.shape[2] * part["TILES"])
     run.launch(paged_decode_newest_first, grid, **part, **result_arguments(out, lse, v_scale))
 
@@ -190,16 +225,16 @@ VARIANT = Variant(
     supports=unsupported,
     limits={"BLOCK_N": (16, 256)},  # a tensor core's tile has 16 keys at least
     default={
-        "": Config(BLOCK_N=32, num_warps=4, num_stages=5),  # two programs to 100 KB of shared memory
+        "": Config(BLOCK_N=32, num_warps=4, num_stages=4),  # five programs to 100 KB of shared memory, two over e4m3
         "sm_80": Config(BLOCK_N=64, num_warps=4, num_stages=5),
         "sm_90": Config(BLOCK_N=64, num_warps=4, num_stages=5),
-        "sm_100": Config(BLOCK_N=64, num_warps=4, num_stages=5),
         # A stage less: over an e4m3 cache, 5 spill 4 bytes; and four programs fit.
-        "sm_120": Config(BLOCK_N=32, num_warps=4, num_stages=4),
+        "sm_100": Config(BLOCK_N=64, num_warps=4, num_stages=4),
         "gfx942": Config(BLOCK_N=32, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_N=32, num_warps=4, num_stages=1),
     },
-    key=("Hq", "Hkv", "D", "Dv", "S"),
+    key=("B", "N", "Hq", "Hkv", "D", "Dv", "S"),
+    sum_order=all_but_stages,
     deterministic=True,
     batch_invariant=True,
 )
