@@ -24,7 +24,9 @@ def compiled() -> list[CompiledKernel]:
 
 @pytest.mark.slow
 def test_every_variant_compiles_for_sm_90(compiled: list[CompiledKernel]) -> None:
-    assert [f"{row.kernel}: {row.reason}" for row in compiled if row.status != "ok"] == []
+    for_sm_100 = [row for row in compiled if (row.op, row.variant) == ("paged_prefill", "warp_specialized")]
+    assert [row.status for row in for_sm_100] == ["unsupported"]
+    assert [f"{row.kernel}: {row.reason}" for row in compiled if row.status != "ok" and row not in for_sm_100] == []
     assert {f"{row.op}.{row.variant}" for row in compiled} == set(TRITON)
 
 
