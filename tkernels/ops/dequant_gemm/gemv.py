@@ -352,9 +352,9 @@ VARIANT = Variant(
     # One warp over 128 outputs: each thread has 4 outputs of every row, as one 16-byte load. Where codes are multiplied
     # one by one, a row's inputs serve four weights at once and rows are added up without a shuffle: 4.4 instructions
     # for each weight on sm_90, against 5.2 and 5.8 with four warps over 256 and 128 outputs. Of pairs the tile is twice
-    # as deep: 1.5 to 1.6 instructions for each weight with Triton 3.7 (2.5 with 3.6). 8
-    # programs on each multiprocessor with two tiles ahead have 64 kB in flight, 128 kB of pairs. Interpreted, tiles are
-    # small, so that shapes of the tests cross them.
+    # as deep: 1.5 to 1.6 instructions for each weight with Triton 3.7 (2.5 with 3.6). 8 programs on each multiprocessor
+    # with two tiles ahead have 64 kB in flight, 128 kB of pairs. Interpreted, tiles are small, so that shapes of the
+    # tests cross them.
     default={
         "": Config(BLOCK_N=128, BLOCK_W=8, PROGRAMS_PER_SM=8, num_warps=1, num_stages=3),
         # Of 128 outputs, 12 bytes are spilled with a permutation.

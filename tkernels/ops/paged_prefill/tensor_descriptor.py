@@ -141,7 +141,7 @@ def launch(
         return  # every row is padding
     block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
     if k_cache.element_size() == 1:
-        block_n = max(16, block_n // 2)  # e4m3 widens in registers: 128 keys would spill 60 bytes on sm_90
+        block_n = min(block_n, 64)  # e4m3 widens in registers, of which 128 keys would spill 60 bytes on sm_90
     block_n = min(block_n, v_cache.shape[1])
     grid, arguments = prefill_arguments(
         out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,

@@ -38,7 +38,7 @@ _SPECIALIZED = ("sm_100", "interpreter")
 """Architectures whose warps are told apart. For sm_90 Triton 3.7.1 takes queries only from a descriptor that the kernel
 makes itself, for which each launch would need memory: of loaded ones NVGPUWarpSpecialization ends with "unsupported
 load type for producer commit", of a descriptor that is passed with "descriptor block and tensor must have the same
-number of elements", as it gives each of two warp groups half of a box. A second loop over products ends it too."""
+number of elements", as it gives each of two warp groups half of a box. With the edges' loop it ends of both."""
 
 
 @triton.jit(do_not_specialize=["sequences"])
@@ -75,7 +75,8 @@ def paged_prefill_warp_specialized(
         m = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        # The edges first: Triton 3.7.1 compiles no loop over products after one whose warps are told apart.
+        # The edges first: after a loop whose warps are told apart Triton 3.7.1 ends in TritonGPUHoistTMEMAlloc over one
+        # whose values are masked.
         if window is not None:
             acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
                 acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
