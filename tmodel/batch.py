@@ -19,6 +19,21 @@ pieces of a step, at each replay with its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixGroups:
+    """Which decode rows begin with the same blocks: groups of neighbours, as the op cascade_decode takes them.
+
+    group_starts     [G+1] int32, ascending: the decode rows group_starts[g] .. group_starts[g+1]-1 are group g; a last
+                     entry that repeats itself is of groups without rows
+    prefix_lens      [G] int32, the tokens that a group's rows share, whole blocks; undefined of a group without rows
+    max_prefix_len   upper bound of prefix_lens
+    """
+
+    group_starts: torch.Tensor
+    prefix_lens: torch.Tensor
+    max_prefix_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of one step, laid end to end: decode rows (one token each), then prefill chunks, then padding.
 
@@ -38,6 +53,7 @@ class Batch:
     state_slots      [2, B] int64, where layers keep states: the slots of the state that each sequence goes on from, -1
                      where it begins and there is none, and of the one that it leaves. They may be the same; else the
                      first stays as it is. A padding row leaves its state in the caches' last slot, which nobody reads
+    prefix_groups    decode rows that read what they share together; None where no row shares anything
     attend_between   where the step is recorded in pieces, as AttendBetween says; None is at once
     """
 
@@ -51,6 +67,7 @@ class Batch:
     max_context_len: int
     logit_indices: torch.Tensor
     state_slots: torch.Tensor | None = None
+    prefix_groups: PrefixGroups | None = None
     attend_between: AttendBetween | None = None
 
     def __post_init__(self) -> None:

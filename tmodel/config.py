@@ -30,6 +30,7 @@ class Limits:
         max_model_len: Tokens of one sequence, prompt and output.
         block_size: Tokens of a cache block.
         num_blocks: Blocks of the KV cache.
+        shared_prefixes: Whether batches have groups of rows that share prefixes.
     """
 
     max_num_tokens: int
@@ -37,6 +38,7 @@ class Limits:
     max_model_len: int
     block_size: int
     num_blocks: int
+    shared_prefixes: bool = False
 
 
 class Model(Protocol):

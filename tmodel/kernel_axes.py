@@ -71,7 +71,9 @@ def attention_axes(config: ModelConfig, limits: Limits) -> Axes:
         "return_lse": False,
         **_cache_axes(config),
     }
+    groups: AxisRanges = {"G": (1, limits.max_num_seqs)}
     return {
+        **({"cascade_decode": {**attention, **groups}} if limits.shared_prefixes else {}),
         "paged_decode": attention,
         "paged_prefill": {**attention, "T": (1, limits.max_num_tokens), "causal": True},
     }

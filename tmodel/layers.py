@@ -143,7 +143,7 @@ class PagedAttention:
     between them, and each replay hands it a batch of its own.
 
     Args:
-        kernels: With paged_decode and paged_prefill.
+        kernels: With paged_decode and paged_prefill, and cascade_decode where batches have groups.
         batch: Of the step.
         scale: That scores are multiplied by.
     """
@@ -161,6 +161,7 @@ class PagedAttention:
         "positions",
         "prefill_context_lens",
         "prefill_tables",
+        "prefix_groups",
         "scale",
         "slots",
     )
@@ -182,6 +183,7 @@ class PagedAttention:
         self.decode_tables, self.context_lens = batch.block_tables[:split], batch.context_lens[:split]
         self.prefill_tables, self.prefill_context_lens = batch.block_tables[split:], batch.context_lens[split:]
         self.cu_seqlens_q = batch.cu_seqlens_q
+        self.prefix_groups = batch.prefix_groups
 
     def __call__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
@@ -216,16 +218,32 @@ class PagedAttention:
         split = self.num_decodes
         if split == 0 and self.num_prefills:
             return self._prefill(q, k_cache, v_cache, window, scales)
-        decoded: torch.Tensor = self.kernels.paged_decode(
-            q[:split], k_cache, v_cache, self.decode_tables, self.context_lens, self.scale,
-            max_context_len=self.max_context_len, window=window, **scales,
-        )  # fmt: skip
+        decoded = self._decode(q[:split], k_cache, v_cache, window, scales)
         if split == q.shape[0]:
             return decoded
         # After the decode rows come prefill chunks and padding, or padding alone, which needs no launch.
         after = q[split:]
         rest = self._prefill(after, k_cache, v_cache, window, scales) if self.num_prefills else torch.zeros_like(after)
         return torch.cat((decoded, rest))
+
+    def _decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
+        scales: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:  # fmt: skip
+        groups = self.prefix_groups
+        decoded: torch.Tensor
+        if groups is None:
+            decoded = self.kernels.paged_decode(
+                q, k_cache, v_cache, self.decode_tables, self.context_lens, self.scale,
+                max_context_len=self.max_context_len, window=window, **scales,
+            )  # fmt: skip
+        else:
+            decoded = self.kernels.cascade_decode(
+                q, k_cache, v_cache, self.decode_tables, self.context_lens, groups.group_starts, groups.prefix_lens,
+                self.scale, max_context_len=self.max_context_len, max_prefix_len=groups.max_prefix_len, window=window,
+                **scales,
+            )  # fmt: skip
+        return decoded
 
     def _prefill(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,

@@ -347,6 +347,10 @@ class EngineOptions:
     prefix_cache: Annotated[
         str, Option("how requests find the blocks of prefixes that they share", choices=tuple(PREFIX_CACHES))
     ] = "none"
+    shared_prefixes: Annotated[
+        bool,
+        Option("whether decodes that begin with the same blocks read these together, by the op cascade_decode"),
+    ] = False
     overlap: Annotated[
         bool | None,
         Option("whether a step is planned while the one before runs, with the same tokens", none="on a GPU alone"),

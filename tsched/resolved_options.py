@@ -82,6 +82,7 @@ class ResolvedOptions:
             max_model_len=self.max_model_len,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            shared_prefixes=self.options.shared_prefixes,
         )
         return kernel_axes(config, limits)
 

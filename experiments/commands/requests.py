@@ -329,11 +329,11 @@ class SimulateRequest:
     engine: Annotated[
         Given,
         OptionFlags(
-            # There is no device, and no token is drawn; block sizes and prefix caches are lists.
+            # There is no device, nothing is computed or drawn; block sizes and prefix caches are lists.
             [
                 one
                 for one in SCHEDULER_OPTIONS
-                if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs", "sampling")
+                if one not in ("block_size", "prefix_cache", "overlap", "cuda_graphs", "sampling", "shared_prefixes")
             ],
             aliases={
                 "max_num_batched_tokens": "--budget",

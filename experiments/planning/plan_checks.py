@@ -123,7 +123,10 @@ def part_problems(
 
 def _unused_ops(layout: Layout, part: Part, model: ModelPlan, ops: Registry, device: torch.device) -> Iterator[str]:
     """Ops that the model does not use, and parts of fusions that no arm composes."""
-    axes = kernel_ranges(model, {}, device, model.config.dtype)
+    all_share = bool(part.arms) and all(arm.scheduler.get("shared_prefixes") is True for arm in part.arms)
+    axes, sharing = (
+        kernel_ranges(model, {"shared_prefixes": shares}, device, model.config.dtype) for shares in (all_share, True)
+    )
     used = with_parts(axes, {}, ops, device)
     choices = {repr(arm.choices): arm.choices for arm in part.arms}
     called = {op for some in choices.values() for op in with_parts(axes, some, ops, device)}
@@ -134,6 +137,8 @@ def _unused_ops(layout: Layout, part: Part, model: ModelPlan, ops: Registry, dev
         if op in used:
             whole = next(name for name in axes if op in with_parts({name: axes[name]}, {}, ops, device))
             message = f"no arm calls it, for it is a part of {whole}, of which another variant than composed is chosen"
+        elif op in with_parts(sharing, {}, ops, device):
+            message = "this model calls it with scheduler.shared_prefixes: true, which not every arm has"
         yield layout.document.problem((section, op), message)
 
 

@@ -130,6 +130,17 @@ def sampling(rows: Rows) -> None:
     assert same == {("gumbel", True), ("inverse_cdf", False)}
 
 
+def shared_prefix(rows: Rows) -> None:
+    points = [f"B={sharers},shared={pages},N={pages + own}" for pages in (1, 4) for sharers in (2, 4) for own in (1, 2)]
+    variants = ("torch", "unshared", "one_launch")
+    found = checked([row for row in rows if row.op == "cascade_decode"])
+    assert found == {(variant, point): "ok" for variant in variants for point in (*points, "decode")}
+    moved = {row.point: row.bytes_moved for row in of_kind(rows, "kernels") if row.op == "cascade_decode"}
+    # Four sharers have the prefix once, and twice the keys of two alone.
+    assert moved["B=4,shared=4,N=5"] < 1.5 * moved["B=2,shared=4,N=5"]
+    assert all(row.tokens_equal and row.logprob_drift < 1e-4 for row in of_kind(rows, "parity"))
+
+
 FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
 SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
 REDUCED: dict[Callable[[Rows], None], list[str]] = {
@@ -152,6 +163,12 @@ REDUCED: dict[Callable[[Rows], None], list[str]] = {
         "late: {num_requests: 1, input_len: 64, output_len: 2, every: 4}}",
     ],
     batch_invariance: [FEW, "repeats=1"],
+    shared_prefix: [
+        *(f"shapes.cascade_decode.{i}.{size}" for i in (0, 1) for size in ("S=8", "D=16", "Dv=16")),
+        "shapes.cascade_decode.0.shared=1", "shapes.cascade_decode.0.N=[2, 3]",
+        "shapes.cascade_decode.1.shared=4", "shapes.cascade_decode.1.N=[5, 6]",
+        "workload={kind: synthetic, num_requests: 2, input_len: 12, shared_prefix: 0.75, output_len: 2}",
+    ],
     sampling: [
         "shapes.sample.0.V=100", "replicates=1", "repeats=1",
         "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 8, sampling: {temperature: 1.0}}",

@@ -20,10 +20,10 @@ from tsched.serving.limits import LIMITS
 TRACE = Path(__file__).parent / "simulation" / "data" / "azure.csv"
 COMMANDS: dict[str, tuple[list[str], set[str]]] = {
     "generate": (["--model", "nowhere", "--prompt", "a"], {"dtype", "device", *SCHEDULER_OPTIONS}),
-    # A simulation has no device and draws no token, and takes lists of prefix caches and block sizes as axes.
+    # A simulation has no device, computes nothing, and takes lists of prefix caches and block sizes as axes.
     "simulate": (
         ["--trace", str(TRACE), "--limit", "1"],
-        {*SCHEDULER_OPTIONS} - {"overlap", "cuda_graphs", "sampling", "prefix_cache", "block_size"},
+        {*SCHEDULER_OPTIONS} - {"overlap", "cuda_graphs", "sampling", "shared_prefixes", "prefix_cache", "block_size"},
     ),
 }
 FLAGS = [(command, OPTIONS[name]) for command, (_, names) in COMMANDS.items() for name in sorted(names)]

@@ -36,6 +36,8 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "N": (32, 128),  # pages of a table: 512 and 2048 keys, which are read in one part and in more
     "pairs": (1, 2, 16, 17),
     "R": (1, 16),
+    "G": (1, 2, 16),
+    "shared": (0, 16),
 }
 """Axes of a batch -> sizes of it."""
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,31 @@ def paged_prefill(
     return (out, lse) if return_lse else out
 
 
+def cascade_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, group_starts: Tensor,
+    prefix_lens: Tensor, scale: float, *, max_context_len: int | None = None, max_prefix_len: int | None = None,
+    window: int | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """By the definition of the op's name: what is shared and what is not, each by itself, and then merged."""
+    wide, size, starts = q.float(), k_cache.shape[1], group_starts.tolist()
+    prefixes = [0] * len(q)
+    for group, (begin, end) in enumerate(pairwise(starts)):
+        prefixes[begin:end] = [int(prefix_lens[group])] * (end - begin)
+    # Rounded once, when they are merged.
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1])
+    lse = torch.full(q.shape[:2], -math.inf)
+    for row, (context, prefix) in enumerate(zip(context_lens.tolist(), prefixes, strict=True)):
+        seen = context if window is None else window
+        for table, keys, left in (
+            (block_tables[row, prefix // size :], context - prefix, seen),
+            (block_tables[row], prefix, seen - (context - prefix)),
+        ):
+            if keys > 0 and left > 0:
+                part = attend(wide[row : row + 1], k_cache, v_cache, table, keys, scale, left, k_scale, v_scale)
+                out[row], lse[row] = merge_states(out[row], lse[row], part[0][0], part[1][0])
+    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+
+
 def dequant_gemm(x: Tensor, weight: QuantizedWeight, *, bias: Tensor | None = None) -> Tensor:
     dense = dequantize(weight, x.dtype)  # [N, K], rounded as a tensor core's operand is
     pieces = zip(x.flip(-1).tensor_split(3, dim=-1), dense.flip(-1).tensor_split(3, dim=-1), strict=True)
@@ -321,6 +347,7 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "paged_decode": paged_decode,
     "paged_prefill": paged_prefill,
     "merge_states": merge_states,
+    "cascade_decode": cascade_decode,
     "swiglu": swiglu,
     "matmul": matmul,
     "dequant_gemm": dequant_gemm,

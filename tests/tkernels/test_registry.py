@@ -18,7 +18,7 @@ OP_NAMES = {
     "rms_norm", "add_rms_norm", "qk_norm_rope", "kv_scatter", "paged_decode", "paged_prefill", "swiglu", "matmul",
     "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu", "merge_states", "copy_pages", "step_inputs",
     "quantize_tokens", "scaled_matmul", "quantize_groups", "block_scaled_matmul",
-    "layer_norm", "add_layer_norm", "gelu", "matmul_gelu", "sample", "logprobs",
+    "layer_norm", "add_layer_norm", "gelu", "matmul_gelu", "sample", "logprobs", "cascade_decode",
 }  # fmt: skip
 
 

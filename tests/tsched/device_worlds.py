@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from unittest import mock
@@ -24,7 +24,7 @@ from tests.tsched.schedulers import build_scheduler
 from tests.tsched.simulated_device import EOS, VOCAB, check_accounts
 from tkernels.ops.copy_pages.contract import baseline as copy_pages
 from tkernels.runtime import CudaRuntime, HostRuntime, Runtime
-from tmodel.batch import Batch
+from tmodel.batch import Batch, PrefixGroups
 from tmodel.kv_cache import CacheTensors, KVCache
 from tsched.execution import cuda_graphs as cuda_graphs_module
 from tsched.execution import prefill_graphs as prefill_graphs_module
@@ -33,12 +33,31 @@ from tsched.execution.model_runner import ModelRunner
 from tsched.execution.request import Request
 from tsched.execution.step_kernels import TORCH_KERNELS
 from tsched.requests.sampling_params import SamplingParams
+from tsched.scheduling.shared_prefixes import FindGroups, find_shared_prefixes
 
 MAX_MODEL_LEN = 60
 OPTIONS: dict[str, Any] = {
     "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 20, "max_model_len": MAX_MODEL_LEN,
     "eos_token_ids": (EOS,),
 }  # fmt: skip
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """All that a step's kernels read of it."""
+    records = [batch, *([] if batch.prefix_groups is None else [batch.prefix_groups])]
+    values = [getattr(record, one.name) for record in records for one in fields(record)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def with_tensors(batch: Batch, given: Iterable[torch.Tensor]) -> Batch:
+    """The batch with other tensors, in the order of `tensors_of`."""
+    left = iter(given)
+
+    def of(record: Batch | PrefixGroups) -> dict[str, torch.Tensor]:
+        return {f.name: next(left) for f in fields(record) if isinstance(getattr(record, f.name), torch.Tensor)}
+
+    there, groups = replace(batch, **of(batch)), batch.prefix_groups
+    return there if groups is None else replace(there, prefix_groups=replace(groups, **of(groups)))
 
 
 class LaunchedModel(HashModel):
@@ -58,16 +77,15 @@ class LaunchedModel(HashModel):
         self._compiled.add(shape)
         self.num_decode_calls += batch.cu_seqlens_q.shape[0] == 1
         logits = torch.empty(batch.logit_indices.shape[0], VOCAB, dtype=self.dtype, device=DEVICE)
-        names = [one.name for one in fields(Batch) if isinstance(getattr(batch, one.name), torch.Tensor)]
 
         def run(logits: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *given: torch.Tensor) -> None:
-            there = replace(batch, **dict(zip(names, given, strict=True)))
+            there = with_tensors(batch, given)
             logits.copy_(super(LaunchedModel, self).__call__(there, [(keys, values)]))
             assert not self.is_retired, "a model runs that was replaced"
             assert (there.token_ids >= 0).all(), "a token that is none"
             self.batches.clear()
 
-        self._cuda.launch(run, logits, *kv_cache[0], *(getattr(batch, name) for name in names))
+        self._cuda.launch(run, logits, *kv_cache[0], *tensors_of(batch))
         return logits
 
 
@@ -125,20 +143,20 @@ class LaunchedSplitModel(SplitHashModel):
         return super().compute_hidden(batch, kv_cache)
 
     def _launch(self, kernel: Callable[..., None], batch: Batch, kv_cache: KVCache, *tensors: torch.Tensor) -> None:
-        names = [one.name for one in fields(Batch) if isinstance(getattr(batch, one.name), torch.Tensor)]
         num_own = len(tensors)
 
         def run(keys: torch.Tensor, values: torch.Tensor, *given: torch.Tensor) -> None:
             own, its = given[:num_own], given[num_own:]
-            kernel(replace(batch, **dict(zip(names, its, strict=True))), [(keys, values)], *own)
+            kernel(with_tensors(batch, its), [(keys, values)], *own)
             assert not self.is_retired, "a model runs that was replaced"
 
-        self._cuda.launch(run, *kv_cache[0], *tensors, *(getattr(batch, name) for name in names))
+        self._cuda.launch(run, *kv_cache[0], *tensors, *tensors_of(batch))
 
 
 def make_engine(
-    runtime: Runtime, model: HashModel, *, overlap: bool | None, cuda_graphs: bool | None, seed: int = 0, **options: Any
-) -> Engine:
+    runtime: Runtime, model: HashModel, *, overlap: bool | None, cuda_graphs: bool | None, seed: int = 0,
+    find_groups: FindGroups | None = None, **options: Any,
+) -> Engine:  # fmt: skip
     options = OPTIONS | options
     shape = 2, options["num_blocks"], options["block_size"], 1, 1
     blocks = torch.full(shape, -1.0, dtype=torch.float64, device=runtime.device)
@@ -152,7 +170,7 @@ def make_engine(
         runner = ModelRunner(
             model, kv_cache, scheduler, runtime=runtime, seed=seed, eos_token_ids=options["eos_token_ids"],
             pages=tmodel.CachePages(kv_cache.blocks, copy_pages, runtime, int(options.get("num_host_blocks", 0))),
-            cuda_graphs=cuda_graphs,
+            find_groups=find_groups, cuda_graphs=cuda_graphs,
         )  # fmt: skip
     return Engine(scheduler, runner, overlap=overlap)
 
@@ -169,11 +187,13 @@ class World:
     swaps: bool = False
     swap_model_at: int = -1  # a step
     in_pieces: bool = False  # the model attends between pieces
+    shares: bool = False  # prompts begin alike, and decodes read what they share together
 
     @property
     def options(self) -> dict[str, Any]:
         swap = {"preemption": "swap", "num_host_blocks": 14, "prefix_cache": "hash"} if self.swaps else {}
-        return {"num_blocks": self.num_blocks, **swap}
+        shares = {"prefix_cache": "radix", "find_groups": find_shared_prefixes} if self.shares else {}
+        return {"num_blocks": self.num_blocks, **swap, **shares}
 
 
 def draw_params(rng: np.random.Generator) -> SamplingParams:
@@ -199,6 +219,10 @@ def serve(world: World, runtime: Runtime, make_model: Callable[[], HashModel]) -
         (int(rng.integers(20)), rng.integers(0, VOCAB, rng.integers(1, 15)).tolist(), draw_params(rng))
         for _ in range(world.num_requests)
     ]
+    if world.shares:
+        # Of a few beginnings, one the beginning of another, so that some requests share more than others.
+        begun = rng.integers(0, VOCAB, 12).tolist()
+        arrivals = [(when, begun[: int(rng.choice([0, 4, 8, 12]))] + prompt, one) for when, prompt, one in arrivals]
     aborts = {int(rng.integers(40)): int(rng.integers(world.num_requests)) for _ in range(4)}
     engine = make_engine(
         runtime, make_model(), overlap=world.overlap, cuda_graphs=world.cuda_graphs, seed=world.seed, **world.options

@@ -21,6 +21,7 @@ from tsched.execution.request import Request as EngineRequest
 from tsched.requests.sampling_params import SamplingParams
 from tsched.scheduling.scheduler import Scheduler
 from tsched.scheduling.sequence import Sequence
+from tsched.scheduling.shared_prefixes import find_shared_prefixes
 
 COPY_PAGES = tkernels.OPS["copy_pages"].variants["torch"]
 
@@ -43,7 +44,7 @@ class EngineServer:
 
     def _make_engine(self, options: dict[str, Any], *, is_late: bool, pads: bool) -> Engine:
         config, model = random_model(self.kind, self._architecture)
-        dtype = torch.float64 if self.kind == "float64" else torch.float32
+        dtype = torch.float32 if self.kind == "rowwise" else torch.float64
         shape = options["num_blocks"], options["block_size"]
         kv_cache = tmodel.allocate_kv_cache(config, *shape, device="cpu", dtype=dtype)
         scheduler = build_scheduler(**options)
@@ -56,6 +57,7 @@ class EngineServer:
             eos_token_ids=options["eos_token_ids"],
             pages=tmodel.CachePages(kv_cache.blocks, COPY_PAGES, HostRuntime(), options.get("num_host_blocks", 0)),
             cuda_graphs=pads,
+            find_groups=find_shared_prefixes if self.kind == "shared" else None,
         )
         return Engine(scheduler, runner, overlap=is_late)
 
@@ -126,6 +128,21 @@ class EngineServer:
 
 class RowwiseServer(EngineServer):
     kind = "rowwise"
+
+
+class SharingServer(EngineServer):
+    """Decodes that begin with the same blocks read these together.
+
+    Attributes:
+        num_shared: Steps of all such servers in which some did.
+    """
+
+    kind = "shared"
+    num_shared = 0
+
+    def step(self) -> None:
+        super().step()
+        SharingServer.num_shared += self._engine._runner._builder._shared is not None
 
 
 class WindowedServer(EngineServer):

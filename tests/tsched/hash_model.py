@@ -77,6 +77,7 @@ class HashModel:
         """What depends on the tokens before: logits [n, VOCAB] at `batch.logit_indices`."""
         tokens, positions = (cache.reshape(-1) for cache in kv_cache[0])
         block_size = kv_cache[0][0].shape[1]
+        tables = shared_tables(batch, block_size).long()
         # The row of each token, and the context it sees, as the kernels work them out.
         rows = torch.arange(batch.num_decodes)
         starts = batch.cu_seqlens_q
@@ -95,7 +96,25 @@ class HashModel:
                 continue
             assert int(batch.positions[index]) == context - 1
             place = torch.arange(0 if self.window is None else max(0, context - self.window), context)
-            slots = batch.block_tables[row].long()[place // block_size] * block_size + place % block_size
+            slots = tables[row][place // block_size] * block_size + place % block_size
             assert (positions[slots] == place).all()
             logits[i] = self.logits_after(tokens[slots].long().numpy())
         return logits
+
+
+def shared_tables(batch: Batch, block_size: int) -> torch.Tensor:
+    """[B, N], the tables by which attention reads: a group's prefix by that of its first row."""
+    if batch.prefix_groups is None:
+        return batch.block_tables
+    tables, groups = batch.block_tables.clone(), batch.prefix_groups
+    starts = groups.group_starts.tolist()
+    assert starts[0] == 0, "sequences before the first group"
+    assert starts[-1] <= batch.num_decodes, "groups of more than decodes"
+    for begin, end, prefix in zip(starts, starts[1:], groups.prefix_lens.tolist(), strict=False):
+        assert begin <= end, "groups overlap"
+        if begin < end:
+            assert prefix % block_size == 0, "a part of a page is shared"
+            assert prefix <= groups.max_prefix_len, "a prefix beyond its bound"
+            assert prefix <= int(batch.context_lens[begin:end].min()), "a prefix beyond a context"
+            tables[begin:end, : prefix // block_size] = tables[begin, : prefix // block_size]
+    return tables

@@ -19,6 +19,9 @@ from typing import Any
 
 from tests.tsched.random_schedules import Schedule, draw_schedule, stream_of_urgent_requests
 from tests.tsched.schedules import serve, server_factory
+from tkernels.ops.cascade_decode import composed
+from tsched.execution.batch_builder import BatchBuilder
+from tsched.scheduling import shared_prefixes
 from tsched.scheduling.admission import Admission
 from tsched.scheduling.block_pool import BlockPool
 from tsched.scheduling.departures import Departures
@@ -77,6 +80,22 @@ BUGS = (
     PlantedBug("ageing is ignored", Priority, "key", "sequence.priority * AGEING", "sequence.priority * 2**31"),
 )  # fmt: skip
 
+SHARING_BUGS = (
+    PlantedBug("the prefix is read from the wrong pages", composed, "composed",
+               "block_tables.index_select(0, firsts)", "block_tables.index_select(0, firsts).roll(1, 1)"),
+    PlantedBug("what a row has alone is forgotten", composed, "composed",
+               "-torch.inf), out, lse)", "-torch.inf), out, lse.masked_fill((cached > 0).unsqueeze(1), -torch.inf))"),
+    PlantedBug("parts are merged without their weights", composed, "composed",
+               "merged = merge_states(out_prefix, lse_prefix.",
+               "lse = lse.where((cached == 0).unsqueeze(1), lse_prefix)\n    merged = merge_states("
+               "out_prefix, lse_prefix.clone()."),
+    PlantedBug("groups stay as they were when a row leaves", BatchBuilder, "_order_rows",
+               "if self._find_groups is not None:", "if self._find_groups is not None and before.size <= num:"),
+    PlantedBug("a group shares a block that differs", shared_prefixes, "_sort_rows",
+               "differ.argmax(axis=1)", "differ.argmax(axis=1) + 1"),
+)  # fmt: skip
+"""Of decodes that read what they share together: model "shared"."""
+
 
 @contextmanager
 def planted(bug: PlantedBug) -> Iterator[None]:
@@ -115,15 +134,15 @@ def first_failure(num_schedules: int, model: str = "hash") -> tuple[int, BaseExc
     for schedule in small_size(num_schedules):
         try:
             serve(schedule, make_server)
-        except (AssertionError, RuntimeError, ValueError) as error:
+        except (AssertionError, LookupError, RuntimeError, ValueError) as error:
             return schedule.seed, error
     return None
 
 
 def main() -> None:
-    for bug in BUGS:
+    for bug, model in (*((bug, "hash") for bug in BUGS), *((bug, "shared") for bug in SHARING_BUGS)):
         with planted(bug):
-            found = first_failure(200)
+            found = first_failure(200, model)
         verdict = "survives" if found is None else f"seed {found[0]}: {_where(found[1])}"
         print(f"{bug.name:60} {verdict}", flush=True)
 

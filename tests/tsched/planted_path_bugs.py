@@ -22,7 +22,7 @@ from tkernels.ops.sample import _torch
 from tkernels.runtime import CudaRecorder, CudaRuntime
 from tkernels.workspace import ZeroedBuffers
 from tmodel.kv_cache import CachePages
-from tsched.execution import cache_size, token_masks
+from tsched.execution import cache_size, device_state, token_masks
 from tsched.execution.batch_builder import BatchBuilder
 from tsched.execution.cuda_graphs import DecodeGraphs
 from tsched.execution.device_state import DeviceState
@@ -60,6 +60,11 @@ IN_PIECES = (
     partial(check_world, World(6, in_pieces=True), work_first),
 )
 PIECES = (path_checks.check_pieces, *IN_PIECES)
+SHARING = (
+    partial(check_world, World(8, shares=True), late),
+    partial(check_world, World(9, shares=True, swaps=True, cuda_graphs=False), work_first),
+    partial(check_world, World(10, shares=True, swaps=True, in_pieces=True), at_random(3)),
+)
 
 BRANCHES = (
     Branch("arrays that are sent", (path_checks.check_sending,), {
@@ -103,10 +108,10 @@ BRANCHES = (
     }),
     Branch("decode steps through graphs", GRAPHS, {
         "a graph is captured at another size than its bucket's": (DecodeGraphs, "_record",
-            "self._step(bucket, bound)", "self._step(max(1, bucket // 2), bound)"),
+            "self._step(*key)", "self._step(max(1, key[0] // 2), *key[1:])"),
         "a graph replays with the inputs of its recording": (DecodeGraphs, "_fill",
             "self._inputs[:, : padded.shape[1]].copy_(",
-            "padded.shape[1] in [one for one, _ in self._replays] or self._inputs[:, : padded.shape[1]].copy_("),
+            "padded.shape[1] in [one for one, *_ in self._replays] or self._inputs[:, : padded.shape[1]].copy_("),
         "padding is what the last step left there": (DecodeGraphs, "run",
             "self._fill(padded)", "self._fill(padded[:, : rows.size])"),
         "padding writes to pages": (DecodeGraphs, "_padding", "padded[1] = -1", "pass"),
@@ -134,6 +139,28 @@ BRANCHES = (
         "the first tokens' logits are taken": (PrefillGraphs, "run", "hidden.index_select(0, batch.logit_indices)",
             "hidden[: batch.logit_indices.shape[0]]"),
         "pieces of a model that was replaced are replayed": (PrefillGraphs, "use_model", "self.forget()", "pass"),
+    }),
+    Branch("decodes that read what they share together", SHARING, {
+        "a group shares a block more": (device_state, "pack_groups",
+            "shared.num_blocks * block_size", "(shared.num_blocks + 1) * block_size"),
+        "a group takes in the row behind it": (device_state, "pack_groups",
+            "packed[0, : shared.starts.size] = shared.starts",
+            "packed[0, : shared.starts.size] = shared.starts; packed[0, shared.starts.size - 1] += 1"),
+        "groups without rows begin at the first": (device_state, "pack_groups",
+            "shared.starts[-1], dtype", "0, dtype"),
+        "groups of the first step stay": (DeviceState, "send_groups",
+            "self._groups is None or self._groups[0] is not shared", "self._groups is None"),
+        "a graph replays with the groups of its recording": (DecodeGraphs, "run",
+            "if shared is not None:\n        packed",
+            "if shared is not None and (bucket, bound, True) not in self._replays:\n        packed"),
+        "a graph for rows that share nothing is replayed": (DecodeGraphs, "run",
+            "key = (bucket, bound, shared is not None)", "key = (bucket, bound, shared is None)"),
+        "groups stay as they were when a row leaves": (BatchBuilder, "_order_rows",
+            "if self._find_groups is not None:", "if self._find_groups is not None and before.size <= num:"),
+        "rows that came or changed blocks keep the groups": (BatchBuilder, "_order_rows",
+            "if self._find_groups is not None:", "if self._find_groups is not None and self._shared is None:"),
+        "rows are not put in the groups' order": (BatchBuilder, "_order_rows",
+            "order = decoding[shared.order]", "pass"),
     }),
     Branch("the device's arrays", (path_checks.check_kept_tokens, *SERVED), {
         "sampled tokens are kept for other rows": (DeviceState, "keep_tokens",

@@ -73,15 +73,21 @@ def save_random_model(directory: Path, architecture: str = QWEN3, **changes: Any
 
 @cache
 def random_model(kind: str, architecture: str = QWEN3) -> tuple[tmodel.ModelConfig, tmodel.Model]:
-    """The model as "float64" (torch's kernels in that dtype) or, a Qwen3, "rowwise" (float32, every row alone)."""
+    """The model as "float64" (torch's kernels in that dtype), "shared" (the same, and prefixes are read together) or,
+    a Qwen3, as "rowwise" (float32, every row alone).
+    """
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(Path(folder), architecture)
         config = tmodel.load_config(folder)
-        dtype = torch.float64 if kind == "float64" else torch.float32
-        if kind == "float64":
-            limits = tmodel.Limits(max_num_tokens=128, max_num_seqs=16, max_model_len=128, block_size=16, num_blocks=16)
+        dtype = torch.float32 if kind == "rowwise" else torch.float64
+        if kind != "rowwise":
+            limits = tmodel.Limits(
+                max_num_tokens=128, max_num_seqs=16, max_model_len=128, block_size=16, num_blocks=16,
+                shared_prefixes=kind == "shared",
+            )  # fmt: skip
             axes = tmodel.kernel_axes(config, limits)
-            kernels = tkernels.select({}, device="cpu", dtype=dtype, axes=axes)
+            choices = {"cascade_decode": "composed"} if kind == "shared" else {}
+            kernels = tkernels.select(choices, device="cpu", dtype=dtype, axes=axes)
         else:
             kernels = rowwise_kernels()
         return config, tmodel.load_model(folder, config, kernels, device="cpu", dtype=dtype)

@@ -30,6 +30,7 @@ SERVERS = {  # loaded by name: what the others serve needs torch
     "state": ("tests.tsched.state_server", "StateServer"),
     "window": ("tests.tsched.window_server", "WindowServer"),
     "float64": ("tests.tsched.engine_server", "EngineServer"),
+    "shared": ("tests.tsched.engine_server", "SharingServer"),
     "rowwise": ("tests.tsched.engine_server", "RowwiseServer"),
     "windowed": ("tests.tsched.engine_server", "WindowedServer"),
 }

@@ -15,7 +15,7 @@ from tests.tkernels.simulated_streams import Pace, at_random, copies_first, late
 from tests.tsched import path_checks
 from tests.tsched.device_worlds import World, check_world
 from tests.tsched.planted_bugs import PlantedBug
-from tests.tsched.planted_path_bugs import BRANCHES, IN_PIECES, SERVED, Branch, find_failure
+from tests.tsched.planted_path_bugs import BRANCHES, IN_PIECES, SERVED, SHARING, Branch, find_failure
 
 CHECKS = [getattr(path_checks, name) for name in vars(path_checks) if name.startswith("check_")]
 
@@ -35,14 +35,18 @@ def test_a_branch_does_what_the_hosts_does(check: Callable[[], None]) -> None:
         (World(5, swaps=True, swap_model_at=8, in_pieces=True), late),
         (World(6, in_pieces=True), work_first),
         (World(7, swaps=True, in_pieces=True), at_random(2)),
+        (World(8, shares=True), late),
+        (World(9, shares=True, swaps=True, cuda_graphs=False), work_first),
+        (World(10, shares=True, swaps=True, in_pieces=True), at_random(3)),
     ],
 )
 def test_requests_get_the_tokens_of_the_host(world: World, pace: Pace) -> None:
     check_world(world, pace)
 
 
+SLOW = {*SERVED, *IN_PIECES, *SHARING}
 FAULTS = [
-    pytest.param(branch, bug, id=bug.name, marks=[pytest.mark.slow] if {*SERVED, *IN_PIECES} & {*branch.checks} else [])
+    pytest.param(branch, bug, id=bug.name, marks=[pytest.mark.slow] if SLOW & {*branch.checks} else [])
     for branch in BRANCHES
     for bug in branch.bugs
 ]

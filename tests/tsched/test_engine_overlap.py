@@ -267,7 +267,7 @@ def test_decode_steps_replay_one_graph_for_each_bucket() -> None:
         expected = tokens_alone([request.sequence.id + 1], request.sequence.params, MAX_MODEL_LEN)[0]
         assert request.sequence.output_token_ids == expected
     assert graphs.buckets == [1, 2, 4, 8, 12]
-    assert graphs.recorded == [(1, 60), (2, 60), (4, 60), (8, 60)]
+    assert graphs.recorded == [(1, 60, False), (2, 60, False), (4, 60, False), (8, 60, False)]
     assert recorder.num_recorded == 4
     decodes = [batch for batch in model.batches if batch.cu_seqlens_q.numel() == 1]
     assert {batch.num_decodes for batch in decodes} == {1, 2, 4, 8}
@@ -304,12 +304,12 @@ def test_graphs_that_memory_does_not_hold_at_the_start_are_left_to_their_first_u
     graphs._recorder = OrderedRecorder(most=2)
     told: list[tuple[int, int]] = []
     engine.record_graphs(lambda done, total: told.append((done, total)))
-    assert (graphs.recorded, told[-1]) == ([(2, 60), (4, 60)], (2, 3))
+    assert (graphs.recorded, told[-1]) == ([(2, 60, False), (4, 60, False)], (2, 3))
     graphs._recorder = EagerRecorder()
     engine.add(0, [1], SamplingParams(max_tokens=4, **GREEDY))
     (request,) = run(engine)
     assert request.sequence.output_token_ids == tokens_alone([1], request.sequence.params, MAX_MODEL_LEN)[0]
-    assert graphs.recorded == [(1, 60), (2, 60), (4, 60)]
+    assert graphs.recorded == [(1, 60, False), (2, 60, False), (4, 60, False)]
 
 
 def test_an_engine_on_a_cpu_waits_for_each_token_unless_it_is_told_not_to() -> None:

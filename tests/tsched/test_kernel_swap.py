@@ -18,8 +18,7 @@ from tkernels import OPS, Registry
 from tsched import LLM, AsyncLLM, SamplingParams
 
 SAMPLES = SamplingParams(logprobs=1, n=2, seed=3, max_tokens=6, ignore_eos=True)
-NOT_OF_MODELS = {"merge_states"}
-"""Ops that no model calls."""
+ALONE = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 HEARD = """
 import functools
@@ -73,30 +72,35 @@ def make_kinds(dense: Path, directory: Path) -> dict[str, Path]:
     }
 
 
+def generate(llm: LLM, prompt: list[int]) -> list[list[int]]:
+    """Of two samples that share the prompt's blocks, and of one that shares nothing."""
+    return [list(one.token_ids) for params in (SAMPLES, ALONE) for one in llm.generate([prompt], params)[0].outputs]
+
+
 def test_every_op_that_a_model_calls_is_swapped_and_the_text_stays(
     checkpoint: Path, tmp_path: Path, ops: Registry
 ) -> None:
     """`first` and `second` are bit-equal; after the swap of an op only `second` is called."""
     swapped = set()
-    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cuda_graphs": True}
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cuda_graphs": True, "shared_prefixes": True}
     for directory in make_kinds(checkpoint, tmp_path).values():
         llm = LLM(directory, ops=ops, max_num_seqs=4, block_size=4, **options)
         composed = {op for op in llm.arm if llm.arm[op] == "composed"}
         llm.swap_kernels({op: "first" for op in llm.arm if op not in composed})
         prompt = [token % llm.config.vocab_size for token in PROMPTS[1]]
-        expected = [one.token_ids for one in llm.generate([prompt], SAMPLES)[0].outputs]
+        expected = generate(llm, prompt)
         for op in llm.arm:
             parts = dict.fromkeys(ops[op].variants["composed"].parts) if op in composed else {}
             before = llm.stats().num_steps
             assert llm.swap_kernels({op: "second", **parts}) == before
             assert llm.arm[op] == "second"
             old, new = len(calls(ops, op, "first")), len(calls(ops, op, "second"))
-            assert [one.token_ids for one in llm.generate([prompt], SAMPLES)[0].outputs] == expected, op
+            assert generate(llm, prompt) == expected, op
             assert len(calls(ops, op, "second")) > new, f"{op}: nobody calls the new kernel"
             assert len(calls(ops, op, "first")) == old, f"{op}: somebody still calls the old kernel"
             llm.swap_kernels({op: "composed" if op in composed else "first", **dict.fromkeys(parts, "first")})
             swapped.add(op)
-    assert swapped == set(OPS) - NOT_OF_MODELS
+    assert swapped == set(OPS)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Random schedules, at a small size: each request gets the tokens that it gets alone, and nothing is left behind.
 
-The full size: python -m tests.tsched.schedules --count 2000 --model hash | float64, and --count 50 --model rowwise.
+The full size: python -m tests.tsched.schedules --count 2000 --model hash | float64, --count 500
+--model shared, and --count 50 --model rowwise.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from collections import Counter
 
 import pytest
 
+from tests.tsched.engine_server import SharingServer
 from tests.tsched.random_model import ARCHITECTURES
 from tests.tsched.random_schedules import draw_schedule
 from tests.tsched.schedules import serve_or_say_how_to_replay, server_factory
 from tmodel import known_architectures
 
 NUM_HASH_SCHEDULES = 100
+NUM_SHARING_SCHEDULES = 12
 
 
 @pytest.mark.parametrize(("model", "count"), [("hash", NUM_HASH_SCHEDULES), ("float64", 5), ("rowwise", 2)])
@@ -29,6 +32,14 @@ def test_each_request_gets_the_tokens_it_gets_alone(model: str, count: int) -> N
         assert min(happened[f"{event}: {state}"] for event in ("abort", "fork") for state in states) > 0
         assert min(happened[f"blocks {what}"] for what in ("swapped in", "copied on write", "evicted")) > 0
         assert happened["holdings given up"] > 0
+
+
+@pytest.mark.parametrize("count", [NUM_SHARING_SCHEDULES, pytest.param(60, marks=pytest.mark.slow)])
+def test_reading_shared_prefixes_together_changes_no_token(count: int) -> None:
+    make_server, before = server_factory("shared"), SharingServer.num_shared
+    for seed in range(count):
+        serve_or_say_how_to_replay(draw_schedule(seed), make_server, "shared")
+    assert SharingServer.num_shared - before > count
 
 
 @pytest.mark.parametrize("num_greedy", [1, pytest.param(64, marks=pytest.mark.slow)])

@@ -61,14 +61,14 @@ class Algorithms:
         variant = self.chosen(axes, config, device)
         return variant.workspace(axes, variant.default_config(device.arch), device)
 
-    def launch(self, run: Run, *arguments: Any) -> None:
+    def launch(self, run: Run, *arguments: Any, **options: Any) -> None:
         """Launches the chosen variant, with its default config, on the launcher's arguments after `run`.
 
         That is what is checked and inspected; a `Kernel` launches the chosen variant itself, as it was tuned.
         """
         variant = self.chosen(run.axes, run.config, run.device)
         assert variant.launch is not None, "every algorithm here is launched"
-        variant.launch(replace(run, config=variant.default_config(run.device.arch)), *arguments)
+        variant.launch(replace(run, config=variant.default_config(run.device.arch)), *arguments, **options)
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from tmodel.batch import Batch
 from tsched.execution.device_state import DeviceState
 from tsched.scheduling.sequence import Ints, SequenceTable
+from tsched.scheduling.shared_prefixes import FindGroups, SharedPrefixes, take_out_faulty
 from tsched.scheduling.step_plan import StepPlan
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
@@ -31,6 +33,8 @@ class ArrangedPlan:
         lengths: [m] int64, the tokens, prompt and output, that their logits have seen.
         order: [m] int64, where each is among the plan's sampled; None where the order is the same.
         state_slots: [2, n] int64, the slots read and written; None where no layer keeps states.
+        shared: The groups of the decoding entries that share blocks; None where none do.
+        faults: Row -> why it may not be in the group that it was found in, for those that the step found so.
     """
 
     rows: Ints
@@ -44,6 +48,8 @@ class ArrangedPlan:
     lengths: Ints
     order: Ints | None
     state_slots: Ints | None = None
+    shared: SharedPrefixes | None = None
+    faults: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def sampled_tokens(self) -> Ints:
@@ -62,10 +68,15 @@ class BatchBuilder:
     Args:
         table: The running sequences.
         state: Their arrays on the device.
+        find_groups: Finds which decode rows begin with the same blocks; None groups none.
     """
 
-    def __init__(self, table: SequenceTable, state: DeviceState) -> None:
+    def __init__(self, table: SequenceTable, state: DeviceState, find_groups: FindGroups | None = None) -> None:
         self._table = table
+        self._find_groups = find_groups
+        self._shared: SharedPrefixes | None = None  # of the last step's decode rows
+        self._faults: dict[int, str] = {}  # of those that were just grouped, by row
+        self._may_share_others = False  # since they were grouped
         self._state = state
         self._tokens = table.tokens.reshape(-1)  # a flat view: one index array is cheaper than two
         self._tokens_stride = table.tokens.shape[1]
@@ -84,12 +95,15 @@ class BatchBuilder:
         if plan.is_empty:
             return None
         num_decodes = plan.num_decodes
+        if plan.placed.size or plan.rewritten.size:
+            self._may_share_others = self._find_groups is not None
+        self._faults = {}
         rows, entries = self._order_rows(plan)
         state_slots = None if plan.states is None else plan.states.slots.astype(np.int64)
         if entries is None:
             arranged = ArrangedPlan(
                 rows, plan.starts, plan.counts, plan.ends, num_decodes, plan.sampled, plan.sampled_rows,
-                plan.sampled_epochs, plan.lengths, None, state_slots,
+                plan.sampled_epochs, plan.lengths, None, state_slots, self._shared, self._faults,
             )  # fmt: skip
         else:
             place_of = np.full(rows.size, -1, dtype=np.int64)
@@ -100,7 +114,7 @@ class BatchBuilder:
             arranged = ArrangedPlan(
                 rows, plan.starts[entries], plan.counts[entries], plan.ends[entries], num_decodes, sampled,
                 plan.sampled_rows[order], plan.sampled_epochs[order], plan.lengths[order], order,
-                None if state_slots is None else state_slots[:, entries],
+                None if state_slots is None else state_slots[:, entries], self._shared, self._faults,
             )  # fmt: skip
         self._state.update_tables(rows)
         just_kept = arranged.all_decode and self._state.has_kept(arranged.sampled_rows, arranged.starts)
@@ -135,7 +149,7 @@ class BatchBuilder:
             tokens = np.concatenate((-1 - rows[:num_decodes], prefill_tokens))
             return self._state.make_mixed_batch(
                 tokens=tokens, starts=starts, ends=ends, logits=logits, num_decodes=num_decodes,
-                state_slots=step.state_slots,
+                state_slots=step.state_slots, shared=step.shared,
             )  # fmt: skip
         return self._build_on_host(step, owners, positions, prefill_tokens, cu_seqlens, logits)
 
@@ -167,20 +181,33 @@ class BatchBuilder:
             max_context_len=max_context_len,
             logit_indices=torch.from_numpy(logits),
             state_slots=None if step.state_slots is None else torch.from_numpy(step.state_slots),
+            prefix_groups=self._state.send_groups(step.shared),
         )
+
+    def _count_full(self, plan: StepPlan) -> Ints:
+        """The blocks of each decode row whose keys are all there; none of one that has given blocks back."""
+        table, num = self._table, plan.num_decodes
+        full = plan.starts[:num] // table.block_size
+        return np.where(table.first_block[plan.rows[:num]] > 0, 0, full)
 
     def _order_rows(self, plan: StepPlan) -> tuple[Ints, Ints | None]:
         """Orders the plan's rows for the batch.
 
-        Decode rows keep their places. Rows from the end and newcomers fill the gaps of rows that left. So an arrival or
-        a departure sends one block table or two to the device, not those of all rows behind it.
+        Decode rows keep their places, unless some share blocks: then groups come first, each side by side. Rows from
+        the end and newcomers fill the gaps of rows that left. So an arrival or a departure sends one block table or two
+        to the device, not those of all rows behind it.
 
         Returns:
             (rows [n] in the order of the batch, the plan's entry [n] for each; None where the orders agree).
         """
         rows, num, before = plan.rows, plan.num_decodes, self._decoding
         planned = self._planned
-        if before.size == num and (planned is rows or (planned.size == rows.size and (planned == rows).all())):
+        is_grouped = not self._may_share_others
+        if (
+            is_grouped
+            and before.size == num
+            and (planned is rows or (planned.size == rows.size and (planned == rows).all()))
+        ):
             return self._ordered
         decoding = rows[:num]
         stays = np.zeros(self._table.num_rows, dtype=np.bool_)
@@ -192,6 +219,14 @@ class BatchBuilder:
         order[:both] = before[:both]
         gaps = np.concatenate((np.flatnonzero(~kept[:both]), np.arange(both, num)))
         order[gaps] = np.concatenate((before[num:][kept[num:]], decoding[stays[decoding]]))
+        if self._find_groups is not None:
+            blocks, num_full = self._table.blocks[decoding], self._count_full(plan)
+            shared, faults = take_out_faulty(self._find_groups(blocks, num_full), blocks, num_full)
+            self._shared = shared if shared.num_blocks.size else None
+            self._faults = {int(decoding[entry]): fault for entry, fault in faults.items()}
+            self._may_share_others = False
+            if self._shared is not None:
+                order = decoding[shared.order]
         self._decoding = order
         if num < rows.size:
             order = np.concatenate((order, rows[num:]))

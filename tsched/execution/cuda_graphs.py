@@ -15,11 +15,15 @@ import torch
 
 from tkernels.ranges import NVTX, RECORD_GRAPH, Ranges
 from tkernels.runtime import Recorder, Replay
-from tmodel.batch import Batch
+from tmodel.batch import Batch, PrefixGroups
 from tmodel.kv_cache import KVCache
-from tsched.execution.device_state import DeviceState
+from tsched.execution.device_state import DeviceState, pack_groups
 from tsched.execution.exhaustion import Exhaustion, attempt
 from tsched.scheduling.sequence import Ints
+from tsched.scheduling.shared_prefixes import SharedPrefixes
+
+Key = tuple[int, int, bool]
+"""(bucket, bound, whether rows share prefixes)."""
 
 _SMALLEST_BOUND = 1024  # tokens
 _BOUND_STEP = 4
@@ -36,6 +40,7 @@ class DecodeGraphs:
         max_rows: The most decode rows of a step.
         max_model_len: The most tokens of a sequence.
         num_states: The scheduler's; the caches have one slot more, for padding. 0 where no layer keeps states.
+        shared_prefixes: Whether rows are grouped: then each step has a second graph, for rows that share something.
         ranges: Name the recording.
     """
 
@@ -49,6 +54,7 @@ class DecodeGraphs:
         max_rows: int,
         max_model_len: int,
         num_states: int = 0,
+        shared_prefixes: bool = False,
         ranges: Ranges = NVTX,
     ) -> None:
         self._model = model
@@ -58,22 +64,25 @@ class DecodeGraphs:
         self._recording = ranges.named(RECORD_GRAPH, "phase")
         self.buckets = batch_buckets(max_rows)
         self.bounds = context_bounds(max_model_len)
-        self._replays: dict[tuple[int, int], Replay] = {}
+        self._kinds = (False, True) if shared_prefixes else (False,)
+        self._replays: dict[Key, Replay] = {}
         # All graphs write their logits to one tensor: one each would take gigabytes for a large vocabulary.
         self._logits: torch.Tensor | None = None
         self._num_states = num_states
         num_inputs = 4 if num_states else 2  # tokens, starts; then the slots of states read and written
         self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.runtime.device)
+        # As pack_groups, for the most groups that there can be.
+        self._groups = torch.zeros((2, max_rows // 8 * 4 + 4), dtype=torch.int32, device=state.runtime.device)
 
     @property
-    def recorded(self) -> list[tuple[int, int]]:
-        """The (bucket, bound) of every recorded graph, sorted."""
+    def recorded(self) -> list[Key]:
+        """The key of every recorded graph, sorted."""
         return sorted(self._replays)
 
     @property
     def num_graphs(self) -> int:
         """How many there are when all are recorded."""
-        return len(self.buckets) * len(self.bounds)
+        return len(self._list_keys())
 
     def forget(self) -> None:
         """Drops all graphs; the next use of each records it again."""
@@ -93,23 +102,27 @@ class DecodeGraphs:
         Args:
             tell: Called with how many there are and how many there will be, once before the first and after each.
         """
-        every = [(bucket, bound) for bound in reversed(self.bounds) for bucket in reversed(self.buckets)]
+        every = self._list_keys()
         tell(len(self._replays), len(every))
-        for bucket, bound in every:
-            if (bucket, bound) in self._replays:
+        for key in every:
+            if key in self._replays:
                 continue
-            self._fill(self._padding(bucket))
-            if isinstance(attempt(self._record, bucket, bound), Exhaustion):
+            self._fill(self._padding(key[0]))
+            self._groups.zero_()
+            if isinstance(attempt(self._record, key), Exhaustion):
                 return
             tell(len(self._replays), len(every))
 
-    def run(self, rows: Ints, starts: Ints, state_slots: Ints | None = None) -> torch.Tensor:
+    def run(
+        self, rows: Ints, starts: Ints, state_slots: Ints | None = None, shared: SharedPrefixes | None = None
+    ) -> torch.Tensor:
         """Runs the step in which the state's first n places decode.
 
         Args:
             rows: [n] int64, of the table.
             starts: [n] int64, the place of each row's token in its sequence.
             state_slots: [2, n] int64, the slots read and written, where layers keep states.
+            shared: The groups of rows that share blocks.
 
         Returns:
             Logits [n, V], valid until the next run.
@@ -121,9 +134,18 @@ class DecodeGraphs:
         if state_slots is not None:
             padded[2:, : rows.size] = state_slots
         self._fill(padded)
-        if (bucket, bound) not in self._replays:
-            self._record(bucket, bound)
-        return self._replays[bucket, bound]()[: rows.size]
+        if shared is not None:
+            packed = pack_groups(shared, bucket // 2, self._state.block_size)
+            self._groups[:, : packed.shape[1]].copy_(self._state.runtime.send(packed))
+        key = (bucket, bound, shared is not None)
+        if key not in self._replays:
+            self._record(key)
+        return self._replays[key]()[: rows.size]
+
+    def _list_keys(self) -> list[Key]:
+        """All keys, the largest first. One row alone shares nothing."""
+        sizes = [(bucket, bound) for bound in reversed(self.bounds) for bucket in reversed(self.buckets)]
+        return [(*size, shares) for size in sizes for shares in self._kinds if size[0] > 1 or not shares]
 
     def _padding(self, bucket: int) -> Ints:
         """The inputs of `bucket` rows that no sequence has: they write nothing, and nobody reads what they compute."""
@@ -136,14 +158,17 @@ class DecodeGraphs:
     def _fill(self, padded: Ints) -> None:
         self._inputs[:, : padded.shape[1]].copy_(self._state.runtime.send(padded))
 
-    def _record(self, bucket: int, bound: int) -> None:
+    def _record(self, key: Key) -> None:
         with self._recording:
-            self._replays[bucket, bound] = self._recorder.record(lambda: self._step(bucket, bound))
+            self._replays[key] = self._recorder.record(lambda: self._step(*key))
 
-    def _step(self, bucket: int, bound: int) -> torch.Tensor:
+    def _step(self, bucket: int, bound: int, shares: bool) -> torch.Tensor:
         tokens, starts = self._inputs[:2, :bucket]
         state_slots = self._inputs[2:, :bucket] if self._num_states else None
-        logits = self._model(self._state.make_decode_batch(tokens, starts, bound, state_slots), self._kv_cache)
+        most = bucket // 2
+        groups = PrefixGroups(self._groups[0, : most + 1], self._groups[1, :most], bound) if shares else None
+        batch = self._state.make_decode_batch(tokens, starts, bound, state_slots, groups)
+        logits = self._model(batch, self._kv_cache)
         if self._logits is None:  # outside any capture, because a recorder runs the step first
             self._logits = logits.new_empty((self._inputs.shape[1], logits.shape[1]))
         return self._logits[:bucket].copy_(logits)

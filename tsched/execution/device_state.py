@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from tkernels.runtime import Runtime
-from tmodel.batch import Batch
+from tmodel.batch import Batch, PrefixGroups
 from tsched.execution.step_kernels import TORCH_KERNELS, StepKernels
 from tsched.scheduling.sequence import Ints, SequenceTable
+from tsched.scheduling.shared_prefixes import SharedPrefixes
 
 _NO_PREFILLS = np.zeros(1, dtype=np.int32)
 
@@ -31,6 +32,7 @@ class DeviceState:
 
     Attributes:
         runtime: As given.
+        block_size: Tokens of a block.
         kernels: As given; others may take their place between two steps.
         block_tables: [R, W] int32, by place in the batch. Entries past a sequence's last block are undefined.
         last_tokens: [R] int64, by row of the table, the token that the row's next decode reads.
@@ -45,7 +47,7 @@ class DeviceState:
         self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         self._width = width
-        self._block_size = table.block_size
+        self.block_size = table.block_size
         self._no_prefills = runtime.send(_NO_PREFILLS)
         self._places = torch.arange(rows, device=device)
         self._decode_counts = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -59,6 +61,7 @@ class DeviceState:
         # Each entry of `last_tokens` is the token at this place of its sequence, as of this epoch of the row.
         self._token_place = np.full(rows, -1, dtype=np.int64)
         self._token_epoch = np.full(rows, -1, dtype=np.int64)
+        self._groups: tuple[SharedPrefixes, PrefixGroups] | None = None  # the last ones, and as they were sent
         self._kept: tuple[Ints, Ints, int] | None = None  # rows, places and departures of the last step's tokens
         # Where numpy shares the arrays, its small operations take a third of torch's time.
         self._host_tables: NDArray[np.int32] | None = self.block_tables.numpy().reshape(-1) if runtime.is_host else None
@@ -169,6 +172,7 @@ class DeviceState:
         starts: torch.Tensor,
         max_context_len: int,
         state_slots: torch.Tensor | None = None,
+        groups: PrefixGroups | None = None,
     ) -> Batch:
         """Makes a batch of decode rows. It reads no value on the host, so a CUDA graph can record it.
 
@@ -177,11 +181,12 @@ class DeviceState:
             starts: [B] int64, the place of that token in its sequence; -1 is padding, with slot -1 and context 0.
             max_context_len: A bound of all contexts, in tokens.
             state_slots: [2, B] int64, the slots read and written, where layers keep states.
+            groups: Of the rows that share prefixes; None where none do.
         """
         num = tokens.shape[0]
         return self._make_batch(
             tokens, starts, self._decode_counts[: num + 1], self._no_prefills, self._places[:num], num, max_context_len,
-            state_slots,
+            state_slots, groups,
         )  # fmt: skip
 
     def make_mixed_batch(
@@ -193,6 +198,7 @@ class DeviceState:
         logits: Ints,
         num_decodes: int,
         state_slots: Ints | None = None,
+        shared: SharedPrefixes | None = None,
     ) -> Batch:
         """Makes any batch on the device. Its inputs are sent in one copy, because a copy costs mostly its launch.
 
@@ -203,6 +209,7 @@ class DeviceState:
             logits: [m] int64, the tokens of the batch whose logits are computed.
             num_decodes: Rows, the first ones, that decode.
             state_slots: [2, B] int64, the slots read and written, where layers keep states.
+            shared: The groups of decode rows that share blocks.
         """
         cu_counts = np.zeros(starts.size + 1, dtype=np.int64)
         np.cumsum(ends - starts, out=cu_counts[1:])
@@ -214,16 +221,30 @@ class DeviceState:
         # Each decode row has one token.
         prefills = counts[num_decodes:] - num_decodes if num_decodes < starts.size else self._no_prefills
         slots = None if state_slots is None else sent[4].view(2, -1)  # [2 B] -> [2, B]
-        return self._make_batch(sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots)
+        return self._make_batch(
+            sent[0], sent[1], counts, prefills, sent[2], num_decodes, int(ends.max()), slots, self.send_groups(shared)
+        )
+
+    def send_groups(self, shared: SharedPrefixes | None) -> PrefixGroups | None:
+        """What attention is told of the groups; they are sent once."""
+        if shared is None:
+            return None
+        if self._groups is None or self._groups[0] is not shared:
+            num = shared.num_blocks.size
+            sent = self.runtime.send(pack_groups(shared, num, self.block_size))
+            most = int(shared.num_blocks.max()) * self.block_size
+            self._groups = shared, PrefixGroups(sent[0, : num + 1], sent[1, :num], most)
+        return self._groups[1]
 
     def _make_batch(
         self, tokens: torch.Tensor, starts: torch.Tensor, cu_counts: torch.Tensor, cu_seqlens_q: torch.Tensor,
         logit_indices: torch.Tensor, num_decodes: int, max_context_len: int, state_slots: torch.Tensor | None,
+        groups: PrefixGroups | None,
     ) -> Batch:  # fmt: skip
-        num_pages = -(-max_context_len // self._block_size)
+        num_pages = -(-max_context_len // self.block_size)
         tables = self.block_tables[: starts.shape[0], :num_pages]
         token_ids, positions, slots, context_lens = self.kernels.step_inputs(
-            tokens, self.last_tokens, tables, starts, cu_counts, self._block_size
+            tokens, self.last_tokens, tables, starts, cu_counts, self.block_size
         )
         return Batch(
             token_ids=token_ids,
@@ -236,6 +257,7 @@ class DeviceState:
             max_context_len=max_context_len,
             logit_indices=logit_indices,
             state_slots=state_slots,
+            prefix_groups=groups,
         )
 
     def _write_tokens(self, rows: Ints, tokens: Ints) -> None:
@@ -244,3 +266,15 @@ class DeviceState:
         else:
             sent = self.runtime.send(np.stack((rows, tokens)))  # [2, n]
             self.last_tokens.index_copy_(0, sent[0], sent[1])
+
+
+def pack_groups(shared: SharedPrefixes, num_groups: int, block_size: int) -> NDArray[np.int32]:
+    """[2, n] int32: where `num_groups` groups begin and the last one ends, and how many tokens each shares.
+
+    Groups past those that there are have no rows. Each of the two starts at 16 bytes: kernels are compiled once.
+    """
+    packed = np.full((2, num_groups + 4 - num_groups % 4), shared.starts[-1], dtype=np.int32)
+    packed[0, : shared.starts.size] = shared.starts
+    packed[1] = 0
+    packed[1, : shared.num_blocks.size] = shared.num_blocks * block_size
+    return packed

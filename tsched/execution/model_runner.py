@@ -24,6 +24,7 @@ from tsched.execution.request import Request
 from tsched.execution.sampler import Sampler
 from tsched.execution.step_kernels import TORCH_KERNELS, StepKernels
 from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.shared_prefixes import FindGroups
 from tsched.scheduling.step_plan import PageMover, StepPlan
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
@@ -65,6 +66,7 @@ class ModelRunner:
         states: Copies states for swaps.
         kernels: The ops that it calls beside the model's.
         inverse_cdf: Whether tokens are drawn by one number a row, and not by one a token.
+        find_groups: Finds which decodes begin with the same blocks, which they read together; None is none of them.
         cuda_graphs: Whether steps are recorded and replayed: those of decodes whole, those with up to 512 tokens and
             prefill chunks among them in pieces between their attention, where the model is a SplitModel without states.
             None is yes on a GPU. On a CPU steps are padded as for a graph, and run.
@@ -89,6 +91,7 @@ class ModelRunner:
         states: PageMover | None = None,
         kernels: StepKernels = TORCH_KERNELS,
         inverse_cdf: bool = False,
+        find_groups: FindGroups | None = None,
         cuda_graphs: bool | None = None,
         ranges: Ranges = NVTX,
     ) -> None:
@@ -101,7 +104,7 @@ class ModelRunner:
         self._table = scheduler.table
         self._kernels = kernels
         self._state = DeviceState(scheduler.table, runtime, self._kernels)
-        self._builder = BatchBuilder(scheduler.table, self._state)
+        self._builder = BatchBuilder(scheduler.table, self._state, find_groups)
         self._sampler = Sampler(
             scheduler.table, runtime, seed=seed, eos_token_ids=eos_token_ids, kernels=self._kernels,
             inverse_cdf=inverse_cdf,
@@ -115,7 +118,8 @@ class ModelRunner:
             rows, longest = scheduler.table.num_rows, scheduler.max_model_len
             self._graphs = DecodeGraphs(
                 model, kv_cache, self._state, recorder, max_rows=rows, max_model_len=longest,
-                num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0, ranges=ranges,
+                num_states=scheduler.states.pool.num_blocks if scheduler.states is not None else 0,
+                shared_prefixes=find_groups is not None, ranges=ranges,
             )  # fmt: skip
             split: object = model
             if isinstance(split, SplitModel) and scheduler.states is None:
@@ -201,7 +205,7 @@ class ModelRunner:
     def read(self, launched: LaunchedStep) -> Outcome:
         """Waits for a step's tokens, and stores the scores of its prompts."""
         with self.phases.wait:
-            outcome = launched.readback()
+            outcome = launched.readback().failing(launched.arranged.faults, launched.arranged.sampled_rows)
             if launched.store_prompts is not None:
                 launched.store_prompts()
         return outcome
@@ -209,7 +213,7 @@ class ModelRunner:
     def _forward(self, step: ArrangedPlan) -> tuple[torch.Tensor, ScoredPrompts | None]:
         """Computes the logits [m, V] of the step's sampled rows, and the scores of prompts that want any."""
         if self._graphs is not None and step.all_decode:
-            return self._graphs.run(step.rows, step.starts, step.state_slots), None
+            return self._graphs.run(step.rows, step.starts, step.state_slots, step.shared), None
         spans = self._prompt_scorer.find_spans(step)
         if not spans:
             batch = self._builder.build(step)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,13 +21,23 @@ class Outcome:
         token_ids: [m] int64, below 0 where there is none.
         all_chosen: No token is below 0.
         logprobs: Entry -> its log-probabilities, for requests that ask for them.
-        faults: Entry -> why its logits processors failed.
+        faults: Entry -> why its logits processors failed, or it may not share the prefix that it was to share.
     """
 
     token_ids: Ints
     all_chosen: bool
     logprobs: dict[int, TokenLogprobs]
     faults: dict[int, str]
+
+    def failing(self, faults: Mapping[int, str], sampled_rows: Ints) -> Outcome:
+        """The same without a token for rows with `faults`, by row; `sampled_rows` [m] are the tokens'."""
+        if not faults:
+            return self
+        rows = enumerate(sampled_rows.tolist())
+        entries = {entry: faults[row] for entry, row in rows if row in faults}
+        token_ids = self.token_ids.copy()
+        token_ids[list(entries)] = -1
+        return replace(self, token_ids=token_ids, all_chosen=False, faults={**self.faults, **entries})
 
 
 Readback = Callable[[], Outcome]  # waits for the copy and returns its result

@@ -51,6 +51,7 @@ from tsched.requests.tokenizer import TOKENIZER_FILES, load_tokenizer
 from tsched.requests.vllm_names import METHOD_NAMES
 from tsched.resolved_options import ResolvedOptions
 from tsched.scheduling.scheduler import Scheduler
+from tsched.scheduling.shared_prefixes import find_shared_prefixes
 
 Swaps = Mapping[str, str | Mapping[str, Mapping[str, int] | None] | None]
 """op -> a variant as in the option `kernels`, or None for the op's default."""
@@ -183,6 +184,7 @@ class ServedModel:
             eos_token_ids=self.config.eos_token_ids,
             kernels=StepKernels.of(self.kernels),
             inverse_cdf=options.sampling == "inverse_cdf",
+            find_groups=find_shared_prefixes if options.shared_prefixes else None,
             pages=self._pages,
             states=tmodel.CachePages(
                 kv_cache.states, None, self._runtime, 0 if host_states is None else host_states.num_blocks

@@ -47,6 +47,11 @@ def _nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"kernels": {"swiglu": {"fused": {"BLOCK_X": 8}}}}, "kernels.swiglu.fused.BLOCK_X", "there is BLOCK_"),
         ({"kernels": {"swiglu": {"torch": {"BLOCK_I": 8}}}}, "kernels.swiglu", "has no config to pin"),
         ({"kernels": {"dequant_gemm": "torch"}}, "kernels.dequant_gemm", "this model does not use that op"),
+        (
+            {"kernels": {"cascade_decode": "torch"}, "scheduler": {"shared_prefixes": [True, False]}},
+            "kernels.cascade_decode",
+            "this model calls it with scheduler.shared_prefixes: true, which not every arm has",
+        ),
         ({"shapes": {"swiglu": [{"TT": 4}]}}, "shapes.swiglu[0].TT", "there is T, I"),
         ({"shapes": {"swiglu": [{"T": -4}]}}, "shapes.swiglu[0].T", "0 <= T"),
         ({"scheduler": {"order": "fcsf"}}, "scheduler.order", "did you mean 'fcfs'?"),

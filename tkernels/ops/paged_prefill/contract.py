@@ -56,7 +56,8 @@ def reference(
         cu_seqlens_q: [B+1] int32, where each sequence's tokens begin in q, from 0. A sequence may have none. Rows from
             cu_seqlens_q[-1] on belong to nobody: they are neither read nor written.
         context_lens: [B] int32, tokens in the cache, this step's included, so at least the sequence's tokens in q; at
-            most N*S. The last token in q is the last in the cache.
+            most N*S. The last token in q is the last in the cache. Of queries that see all keys, neither causal nor in
+            a window, it does not matter where they are: there may be more of them than keys, of which there is one.
         scale: Multiplies the logits; positive.
         max_context_len: Upper bound of context_lens that the host knows, by default N*S.
         window: A query sees the last `window` keys up to its own position, itself included, at least 1; None is all.

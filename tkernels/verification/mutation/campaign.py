@@ -83,10 +83,11 @@ def trials(
     for target, part in found:
         ops = {variant.contract.name for variant in target.variants}
         op = ops.pop() if len(ops) == 1 else SHARED
+        owners = (op, target.file.parent.name)  # of what ops share, also what the op in whose folder it is declares
         wanted = tuple(kind for kind in KINDS[part] if kinds is None or kind in kinds)
         plant = mutants if part == "kernel" else launcher_mutants
         for mutant in plant(target.file, target.functions, wanted):
-            known = next((entry for entry in declared if entry.is_of(op, mutant)), None)
+            known = next((entry for entry in declared if any(entry.is_of(owner, mutant) for owner in owners)), None)
             yield Trial(op, mutant, target.variants, known)
 
 

@@ -95,6 +95,16 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "sample", "find_reach", "cast_removed", "(-largest + top).to(tl.int64, bitcast=True)", "-largest + top",
         "which tokens are listed decides what is read, and no token",
     ),
+    *(
+        Equivalent(
+            "cascade_decode", "cascade_decode_one_launch_attend", kind, before, after,
+            "codes are converted in another layout, each to the same number",
+        )
+        for kind, before, after in (
+            ("constant_changed", "64", "65"),
+            ("mask_shifted", "BLOCK_M < 64", "BLOCK_M <= 64"),
+        )
+    ),
     Equivalent(
         "paged_decode", "fp16_queries", "constant_changed", "1.1754943508222875e-38", "2.350988701644575e-38",
         "a row of subnormal numbers is divided by a power of two more, and multiplied by it again",
