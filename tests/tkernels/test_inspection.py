@@ -163,7 +163,7 @@ def test_tensor_memory_limits_blocks_too_and_every_target_has_limits() -> None:
 
 DECODE = CompiledKernel(
     "paged_decode", "one_pass", "paged_decode_one_pass", "sm_90", {"BLOCK_N": 64}, "ok", loop=True, spill_bytes=0,
-    registers=168, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02}, work="decode",
+    registers=168, loop_instructions=400, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02}, work="decode",
 )  # fmt: skip
 MATMUL = replace(
     DECODE,
@@ -272,6 +272,7 @@ def test_gates_spare_what_they_are_not_about() -> None:
         (replace(DECODE, matrix_instructions={}), "lost HMMA, has no matrix instruction"),
         (replace(DECODE, narrow=("a.py:1 bf16 2",)), "narrower: bf16 2"),
         (replace(DECODE, access_bytes={"16": 0.5, "8": 0.5}), "50% of the main loop's bytes in 16-byte accesses"),
+        (replace(DECODE, loop_instructions=409), "its longest loop has 409 instructions, 400 before"),
     ],
 )
 def test_what_got_worse_since_the_expected_table_is_said(now: CompiledKernel, words: str) -> None:
@@ -281,10 +282,12 @@ def test_what_got_worse_since_the_expected_table_is_said(now: CompiledKernel, wo
 
 
 def test_what_got_better_or_moved_is_no_regression() -> None:
-    was = replace(DECODE, spill_bytes=16, narrow=("a.py:1 bf16 2",), registers=100)
+    was = replace(DECODE, spill_bytes=16, narrow=("a.py:1 bf16 2",), registers=100, loop_instructions=500)
     assert expected.regressions(was, replace(was, narrow=("a.py:9 bf16 2",))) == []
     assert expected.regressions(was, DECODE) == []
     assert expected.regressions(replace(DECODE, status="unsupported", reason="why"), DECODE) == []
+    assert expected.regressions(DECODE, replace(DECODE, loop_instructions=408)) == []  # another order
+    assert expected.regressions(replace(DECODE, loop_instructions=None), DECODE) == []
 
 
 def test_a_table_is_read_as_it_was_written_and_its_lines_are_sorted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ _NAMES = ("op", "variant", "kernel", "arch", "point", "launch")
 _LEFT_OUT = ("default", "axes", "waves", "compile_s", "code", "work", "rounded")
 _KEPT = tuple(one.name for one in fields(CompiledKernel) if one.name not in (*_NAMES, *_LEFT_OUT))
 _WIDE = 0.02  # a share that changes by less is another instruction beside the loop's, not another width
+_LONGER = 0.02  # a loop that grows by less has its instructions in another order, not more work
 
 
 Key = tuple[str, str, str, int, str]
@@ -51,7 +52,9 @@ def write(path: Path, rows: Iterable[CompiledKernel]) -> None:
 
 
 def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
-    """What got worse: no longer compiles, spills more, lost its best matrix instruction, accesses memory narrower."""
+    """What got worse: no longer compiles, spills more, lost its best matrix instruction, issues more instructions in its
+    longest loop, accesses memory narrower.
+    """
     if before.status == "ok" != now.status:
         return [f"{now.status}: {now.reason}"]
     if now.status != "ok":
@@ -62,6 +65,9 @@ def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
     lost = sorted(set(before.matrix_instructions) - set(now.matrix_instructions))
     if lost:
         found.append(f"lost {', '.join(lost)}, has {', '.join(now.matrix_instructions) or 'no matrix instruction'}")
+    longest, was_longest = now.loop_instructions or 0, before.loop_instructions or 0
+    if was_longest and longest > (1 + _LONGER) * was_longest:
+        found.append(f"its longest loop has {longest} instructions, {was_longest} before")
     return found + _narrower_accesses(before, now)
 
 
