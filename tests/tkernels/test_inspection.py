@@ -163,7 +163,8 @@ def test_tensor_memory_limits_blocks_too_and_every_target_has_limits() -> None:
 
 DECODE = CompiledKernel(
     "paged_decode", "one_pass", "paged_decode_one_pass", "sm_90", {"BLOCK_N": 64}, "ok", loop=True, spill_bytes=0,
-    registers=168, loop_instructions=400, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02}, work="decode",
+    registers=168, loop_instructions=400, matrix_instructions={"HMMA": 32}, access_bytes={"16": 0.98, "4": 0.02},
+    work="decode",
 )  # fmt: skip
 MATMUL = replace(
     DECODE,

@@ -52,7 +52,7 @@ def write(path: Path, rows: Iterable[CompiledKernel]) -> None:
 
 
 def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
-    """What got worse: no longer compiles, spills more, lost its best matrix instruction, issues more instructions in its
+    """What got worse: no longer compiles, spills more, lost its best matrix instruction, has more instructions in its
     longest loop, accesses memory narrower.
     """
     if before.status == "ok" != now.status:
