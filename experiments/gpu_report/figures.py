@@ -17,8 +17,9 @@ Verdict = Literal["met", "missed", "void", "not measured"]
 
 @dataclass(frozen=True)
 class MarkRow:
-    """A mark, and how far it was reached: as a share of the measured bandwidth, or times as fast as the peer. `note`
-    says why that is not known, or what voids it. ours, peer: the fastest rows of each at the mark's point.
+    """A mark, and how far it was reached: as a share of the measured bandwidth, times as fast as the peer, or
+    microseconds. `note` says why that is not known, or what voids it. ours, peer: the fastest rows of each at the
+    mark's point.
     """
 
     mark: Mark
@@ -75,12 +76,15 @@ def _judge(mark: Mark, found: _Found) -> MarkRow:
     if isinstance(reached, str):
         return replace(row, note=reached)
     void = _why_void(row, reached, found)
-    verdict: Verdict = "void" if void else "met" if reached >= mark.target else "missed"
+    is_met = reached <= mark.target if mark.against == "time" else reached >= mark.target
+    verdict: Verdict = "void" if void else "met" if is_met else "missed"
     return replace(row, reached=reached, verdict=verdict, note=void)
 
 
 def _reached(row: MarkRow, ours: Row, rates: Row | None) -> float | str:
     """How far the mark was reached, or why that is not known."""
+    if row.mark.against == "time":
+        return _median(ours)
     if row.mark.against == "peer":
         return row.ratio if row.ratio is not None else f"no time of {' or '.join(row.mark.peers)} here"
     rate = getattr(rates, f"{row.mark.against}_bytes_per_s", None)
@@ -111,6 +115,8 @@ def _why_not_timed(mark: Mark, found: _Found) -> str:
 def _why_void(row: MarkRow, reached: float, found: _Found) -> str:
     """What makes a comparison worth nothing, or an empty text."""
     mark, ours, peer = row.mark, row.ours, row.peer
+    if mark.against == "time":
+        return ""
     if mark.against != "peer" or ours is None or peer is None:  # a measured rate is itself no exact limit
         return f"{reached:.0%} of what the card was measured at" if reached > 1.05 else ""
     if mark.ideal is not None and reached > mark.ideal:

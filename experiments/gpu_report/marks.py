@@ -6,7 +6,7 @@ from typing import Literal
 
 from tkernels.contract import Value
 
-Against = Literal["read", "copy", "peer"]
+Against = Literal["read", "copy", "peer", "time"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Mark:
     """One figure that the project is judged by.
 
     against: "read" and "copy" are shares of the bandwidth measured on the same card; "peer" is how many times as fast
-        as the fastest of `peers`.
+        as the fastest of `peers`, of which one may be a plainer variant of the project's own; "time" is microseconds.
     ideal: a ratio that no kernel can exceed, where the contract's roofline does not say so already.
     axes: the point, where no realistic point of the contract has its name.
     """
@@ -31,6 +31,8 @@ class Mark:
     def text(self) -> str:
         if self.against == "peer":
             return f">= {self.target:g}x {' or '.join(self.peers)}"
+        if self.against == "time":
+            return f"<= {self.target:g} us"
         return f">= {self.target:.0%} of {self.against} bandwidth"
 
 
@@ -65,6 +67,8 @@ MARKS: tuple[Mark, ...] = (
     *_quantized(128, 1.2, 1.43),
     Mark("block_scaled_matmul", "M=64,N=19456,K=2560", "peer", 1.4, ("cublas_16bit",), 2.0),
     Mark("block_scaled_matmul", "M=2048,N=19456,K=2560", "peer", 1.4, ("cublas_16bit",), 2.0),
+    Mark("sample", "B=256,V=151936,top_p", "time", 60, ("torch",), axes={"B": 256, "V": 151936, "asks": "top_p"}),
+    Mark("cascade_decode", "B=32,prefix=4096,own=256", "peer", 1.5, ("unshared",)),
 )
 
 

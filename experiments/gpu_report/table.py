@@ -5,6 +5,7 @@ from typing import Any
 
 from experiments.gpu_report.engine_marks import EngineMark, Figure, engine_figures
 from experiments.gpu_report.figures import CASES, MarkRow, mark_rows
+from experiments.gpu_report.marks import Against
 from experiments.runs.rows import Row
 
 NOT_MEASURED = "not measured"
@@ -64,11 +65,16 @@ def _name(row: MarkRow) -> str:
     return f"{row.mark.op} {row.mark.point}"
 
 
+_FORMS: Mapping[Against, tuple[str, str]] = {"peer": (".2f", "x"), "time": (",.1f", " us")}
+"""How a figure is written, and its unit; the others are shares."""
+
+
 def _mark_cells(row: MarkRow) -> list[str]:
     ours, peer = row.ours, row.peer
-    reached = _or_not_measured(row.reached, ".2f" if row.mark.against == "peer" else ".0%")
-    if row.reached is not None and row.mark.against == "peer":
-        reached += "x"
+    form, unit = _FORMS.get(row.mark.against, (".0%", ""))
+    reached = _or_not_measured(row.reached, form)
+    if row.reached is not None:
+        reached += unit
     return [
         _name(row),
         row.mark.text,

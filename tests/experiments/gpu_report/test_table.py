@@ -182,6 +182,23 @@ def test_a_step_of_a_model_that_was_not_timed_says_why() -> None:
     )
 
 
+def test_a_mark_in_microseconds_is_met_below_it() -> None:
+    mark = Mark("sample", "B=256,V=151936,top_p", "time", 60, ("torch",))
+    for median, verdict in ((59.9, "met"), (60.0, "met"), (60.1, "missed")):
+        found = row(mark, timing(mark, "candidates", median), timing(mark, "torch", 600.0))
+        assert (found.verdict, found.reached) == (verdict, median)
+        text = marks_table([found])
+        assert f"| <= 60 us | {median} us | {median}" in text
+        assert "| torch 600.0 |" in text
+
+
+def test_a_variant_is_judged_beside_a_plainer_one_of_ours() -> None:
+    mark = Mark("cascade_decode", "B=32,prefix=4096,own=256", "peer", 1.5, ("unshared",))
+    for median, verdict in ((100.0, "met"), (190.0, "missed"), (900.0, "missed")):
+        found = row(mark, timing(mark, "one_launch", median), timing(mark, "unshared", 200.0))
+        assert (found.verdict, found.reached) == (verdict, max(200.0 / median, 1.0))
+
+
 def test_every_cell_of_an_empty_table_says_so() -> None:
     lines = marks_table(mark_rows(())).splitlines()[2:]
     assert len(lines) == len(MARKS)

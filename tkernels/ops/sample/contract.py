@@ -45,6 +45,8 @@ def _draw_asks(draws: Draws, batch: int, vocab: int, asks: str) -> dict[str, tor
     wanted = torch.ones((4, batch), dtype=torch.bool)
     if asks == "nothing":
         wanted[1:] = False
+    elif asks == "top_p":
+        wanted[1:] = torch.tensor([[False], [True], [False]])
     elif asks == "one":
         wanted[1:] = torch.arange(1, 4)[:, None] == draws.integers(1, 3, (batch,))
     elif asks == "mixed":
@@ -109,7 +111,7 @@ CONTRACT = Contract(
         Choice("inverse_cdf", (False, True), "draws by one number a row"),
         Choice("layout", LAYOUTS),
         Choice("values", VALUES),
-        Choice("asks", ASKS, "of the rows"),
+        Choice("asks", ASKS, "of the rows", legal=(*ASKS, "top_p")),
     ),
     constraints=(Constraint("slots == counts"), Constraint("penalties == counts")),
     arguments={
