@@ -9,7 +9,6 @@ replaced (`tkernels.interpreter.number_formats`).
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
 from tkernels.errors import TKernelsError
+from tkernels.interpreter import once
 from tkernels.interpreter.loops import TypedLoops, typed_range
 from tkernels.interpreter.number_formats import as_float, precision_name, round_to_bf16, round_to_e4m3
 from tkernels.matrix_units import accumulate, sum_in_fp16
@@ -35,9 +35,11 @@ class BlockTruthError(TKernelsError, ValueError):
     """A kernel branches on a block; `if`, `while`, `and` and `or` take one value."""
 
 
-def _refuse_bf16(doing: str, *handles: Any) -> None:
-    if any(one.dtype.scalar == tl.bfloat16 for one in handles):
-        raise Bfloat16ArithmeticError(f"{doing} on bf16: widen with .to(tl.float32) first")
+def _refuse_bf16(doing: Any, *handles: Any) -> None:
+    for one in handles:
+        if one.dtype.scalar == tl.bfloat16:
+            name = getattr(doing, "__name__", str(doing))
+            raise Bfloat16ArithmeticError(f"{name} on bf16: widen with .to(tl.float32) first")
 
 
 def _undefined(pointers: Any) -> Any:
@@ -77,11 +79,11 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
         return fp_to_fp(self, src, dst_type, rounding_mode)
 
     def refusing_binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-        _refuse_bf16(getattr(op, "__name__", str(op)), lhs, rhs)
+        _refuse_bf16(op, lhs, rhs)
         return binary_op(self, lhs, rhs, op)
 
     def refusing_unary_op(self: Any, arg: Any, op: Any) -> Any:
-        _refuse_bf16(getattr(op, "__name__", str(op)), arg)
+        _refuse_bf16(op, arg)
         return unary_op(self, arg, op)
 
     def refusing_reduction(self: Any, tensors: Any) -> None:
@@ -131,7 +133,6 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     triton_interpreter._patch_lang_core = with_typed_loops
     triton_interpreter.typed_range = typed_range  # the names of that module are a rewritten kernel's
     triton_interpreter.FunctionRewriter.ast_transformer = TypedLoops()
-    triton_interpreter._patch_lang = _patch_once(triton_interpreter._patch_lang)
     builder.loop_values = lambda self, values: values  # all of them, where no check replaces it
     builder.create_masked_load = undefined_load
     builder.cast_impl = rounding_cast
@@ -141,25 +142,4 @@ def install() -> None:  # noqa: C901  the methods that replace Triton's own, a f
     builder.create_dot = rounding_dot
     triton_interpreter.ReduceScanOpInterface.check_tensor = refusing_reduction
     reductions.sum = rounding_sum
-
-
-def _patch_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Triton patches its language for a launch, and again for every call of a jitted function within it, `tl.sum` among
-    them: up to a third of a program's time, for nothing. Here the modules that are patched stay so until the launch is
-    over.
-    """
-    patched: set[int] = set()  # the language's modules that calls around this one have patched
-
-    class Scope:
-        def __init__(self, function: Any) -> None:
-            seen = {id(one) for one in (tl, tl.core) if any(one is value for value in function.__globals__.values())}
-            self.new = seen - patched
-            self.inner = patch_lang(function) if self.new or not seen else None
-            patched.update(self.new)
-
-        def restore(self) -> None:
-            patched.difference_update(self.new)
-            if self.inner is not None:
-                self.inner.restore()
-
-    return Scope
+    once.install()

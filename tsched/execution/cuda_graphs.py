@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._num_states = num_states
         num_inputs = 4 if num_states else 2  # tokens, starts; then the slots of states read and written
         self._inputs = torch.zeros((num_inputs, max_rows), dtype=torch.int64, device=state.runtime.device)
-        # As pack_groups, for the most groups that there can be.
+        # As pack_groups, for a group of every two rows and an entry more; both rows begin at a multiple of 16 bytes.
         self._groups = torch.zeros((2, max_rows // 8 * 4 + 4), dtype=torch.int32, device=state.runtime.device)
 
     @property
