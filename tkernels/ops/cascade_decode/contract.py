@@ -241,7 +241,7 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("B", 0, 2**31 - 1, (1, 2, 3, 5), "sequences", batch=True, wide=(4,), classes=(1, 16)),
+        Int("B", 0, 2**31 - 1, (1, 2, 3, 5), "sequences", batch=True, wide=(4,), classes=(16,)),
         *(
             # Five sequences fit beside the widest tables that are drawn, and four beside the widest of a wide case.
             replace(axis, draws=(*_POOL.draws, 64, 650), wide=(*_POOL.wide, 4400)) if axis is _POOL else axis
