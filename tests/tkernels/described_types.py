@@ -23,8 +23,8 @@ def describe() -> list[Any]:
         )
         for one in tensors
     ]  # fmt: skip
-    said.append([[bool(one == other) for other in blocks] for one in blocks])
-    said.append([[bool(one.shape == other.shape) for other in tensors] for one in tensors])
+    said.append([[str(one == other) for other in (*blocks, *dtypes)] for one in (*blocks, *dtypes)])
+    said.append([[str(one.shape == other.shape) for other in tensors] for one in tensors])
     unwrap = tl.core._unwrap_if_constexpr
     seven = tl.constexpr(7)
     said.append([unwrap(seven), unwrap([seven, [7]]), unwrap((seven, "a")), unwrap(7.5), unwrap(None), unwrap(True)])

@@ -289,6 +289,7 @@ def test_what_got_better_or_moved_is_no_regression() -> None:
     assert expected.regressions(replace(DECODE, status="unsupported", reason="why"), DECODE) == []
     assert expected.regressions(DECODE, replace(DECODE, loop_instructions=408)) == []  # another order
     assert expected.regressions(replace(DECODE, loop_instructions=None), DECODE) == []
+    assert expected.regressions(DECODE, replace(DECODE, loop_instructions=800, config={"BLOCK_N": 128})) == []
 
 
 def test_a_table_is_read_as_it_was_written_and_its_lines_are_sorted(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def install() -> None:
     tl.core._unwrap_if_constexpr = _unwrapping(tl.core._unwrap_if_constexpr)
     tl.block_type.__init__ = _making_blocks(tl.block_type.__init__)
     tl.tensor.__init__ = _make_tensor
-    tl.dtype.__eq__ = _comparing(tl.dtype.__eq__)
-    tl.core.tuple.__eq__ = _comparing(tl.core.tuple.__eq__)
+    tl.dtype.__eq__ = _comparing(tl.dtype.__eq__, True)
+    tl.core.tuple.__eq__ = _comparing(tl.core.tuple.__eq__, tl.constexpr(True))
 
 
 def _unwrapping(unwrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -75,8 +75,8 @@ def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.numel, self.shape = _constants(type.shape if type.is_block() else ())
 
 
-def _comparing(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: self is other or equal(self, other)
+def _comparing(equal: Callable[[Any, Any], Any], same: Any) -> Callable[[Any, Any], Any]:
+    return lambda self, other: same if self is other else equal(self, other)
 
 
 def _patch_once(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -92,11 +92,11 @@ class BatchBuilder:
             The arranged plan; None where it is empty.
         """
         self._state.forget(plan.placed, plan.rewritten)
+        if plan.placed.size or plan.rewritten.size:
+            self._may_share_others = self._find_groups is not None
         if plan.is_empty:
             return None
         num_decodes = plan.num_decodes
-        if plan.placed.size or plan.rewritten.size:
-            self._may_share_others = self._find_groups is not None
         self._faults = {}
         rows, entries = self._order_rows(plan)
         state_slots = None if plan.states is None else plan.states.slots.astype(np.int64)

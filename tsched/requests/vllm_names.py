@@ -60,10 +60,11 @@ ENGINE_NAMES: Mapping[str, OtherName] = {
         "kernels={op: variant}",
         "attention_backend attention_config kernel_config linear_backend moe_backend mamba_backend mamba_ssu_algorithm "
         "gdn_prefill_backend kda_prefill_backend kda_decode_backend sparse_indexer_topk_backend ir_op_priority "
-        "disable_cascade_attn monokernel",
+        "monokernel",
         "auto",
     ),
     **_renamed("tuning", "enable_flashinfer_autotune"),
+    **_renamed("shared_prefixes, False for True", "disable_cascade_attn", True),
     **_renamed(
         "cuda_graphs",
         "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture "

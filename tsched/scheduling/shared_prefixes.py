@@ -25,10 +25,12 @@ class SharedPrefixes:
     starts: Ints
     num_blocks: Ints
 
-    @property
-    def num_saved(self) -> int:
-        """The blocks that need not be read, as a group's are read once."""
-        return int(((np.diff(self.starts) - 1) * self.num_blocks).sum())
+
+FindGroups = Callable[[BlockIds, Ints], SharedPrefixes]
+"""As find_shared_prefixes."""
+
+Groups = list[tuple[Ints, int]]
+"""Rows, and how many blocks they share."""
 
 
 def find_shared_prefixes(blocks: BlockIds, num_full: Ints) -> SharedPrefixes:
@@ -41,7 +43,11 @@ def find_shared_prefixes(blocks: BlockIds, num_full: Ints) -> SharedPrefixes:
         blocks: [n, W] int32, each row's blocks.
         num_full: [n] int64, how many of them are full, and may be shared.
     """
-    return _lay_out(_choose_groups(*_sort_rows(blocks, num_full)), num_full.size)
+    firsts = np.where(num_full > 0, blocks[:, 0], NO_BLOCK)
+    _, places, counts = np.unique(firsts, return_inverse=True, return_counts=True)
+    candidates = np.flatnonzero((counts[places] > 1) & (num_full > 0))  # who begins like nobody shares nothing
+    rows, shared = _sort_rows(blocks[candidates], num_full[candidates])
+    return _lay_out(_choose_groups(candidates[rows], shared), num_full.size)
 
 
 def _lay_out(groups: Groups, num_entries: int) -> SharedPrefixes:
@@ -54,10 +60,6 @@ def _lay_out(groups: Groups, num_entries: int) -> SharedPrefixes:
     )
 
 
-FindGroups = Callable[[BlockIds, Ints], SharedPrefixes]
-"""As find_shared_prefixes."""
-
-
 def take_out_faulty(found: SharedPrefixes, blocks: BlockIds, num_full: Ints) -> tuple[SharedPrefixes, dict[int, str]]:
     """Takes entries out of groups that they may not be in, so that attention reads their own blocks for them alone.
 
@@ -68,11 +70,13 @@ def take_out_faulty(found: SharedPrefixes, blocks: BlockIds, num_full: Ints) -> 
     Returns:
         (the other groups, entry -> what is wrong with its group).
     """
-    sizes, entries = np.diff(found.starts), found.order[: found.starts[-1]]
-    group = np.repeat(np.arange(sizes.size), sizes)  # [m], each entry's
-    depth, first = found.num_blocks[group], found.order[found.starts[:-1]][group]
-    places = np.arange(int(depth.max(initial=0)))
-    differ = (blocks[entries, : places.size] != blocks[first, : places.size]) & (places < depth[:, None])
+    entries = found.order[: found.starts[-1]]
+    group = np.repeat(np.arange(found.num_blocks.size), np.diff(found.starts))  # [m], each entry's
+    depth = found.num_blocks[group]
+    places = np.arange(min(int(depth.max(initial=0)), blocks.shape[1]))
+    begins = np.where(places < depth[:, None], blocks[entries, : places.size], NO_BLOCK)  # [m, places]
+    usual = _find_usual(begins, found.starts, group)
+    differ = begins != begins[usual]
     _, met = np.unique(entries, return_index=True)
     again = np.ones(entries.size, dtype=np.bool_)
     again[met] = False
@@ -89,8 +93,8 @@ def take_out_faulty(found: SharedPrefixes, blocks: BlockIds, num_full: Ints) -> 
         else:
             place = int(differ[i].argmax())
             fault = (
-                f"begins with other blocks than {name}: block {place} is page {blocks[entry, place]}, and "
-                f"{blocks[first[i], place]} of the group's first request; of all requests of a group it is the same"
+                f"begins with other blocks than {name}: block {place} is page {begins[i, place]}, and "
+                f"{begins[usual[i], place]} of most requests of the group; of all of them it is the same"
             )
         faults.setdefault(entry, f"it {fault}")
     groups = [found.order[start:end] for start, end in pairwise(found.starts.tolist())]
@@ -99,8 +103,15 @@ def take_out_faulty(found: SharedPrefixes, blocks: BlockIds, num_full: Ints) -> 
     return _lay_out(left, num_full.size), faults
 
 
-Groups = list[tuple[Ints, int]]
-"""Rows, and how many blocks they share."""
+def _find_usual(begins: Ints, starts: Ints, group: Ints) -> Ints:
+    """The entry [m] that begins like most of each entry's group, the first of them."""
+    usual = starts[:-1].copy()
+    for odd in np.unique(group[(begins != begins[usual[group]]).any(axis=1)]):
+        _, firsts, counts = np.unique(
+            begins[starts[odd] : starts[odd + 1]], axis=0, return_index=True, return_counts=True
+        )
+        usual[odd] += firsts[counts == counts.max()].min()
+    return usual[group]
 
 
 def _sort_rows(blocks: BlockIds, num_full: Ints) -> tuple[Ints, Ints]:

@@ -72,7 +72,8 @@ def reference(
         return_lse: Return the log-sum-exp of the logits too.
 
     What the integers say is not checked, as that would wait for the device: of groups that overlap, or whose entries
-    differ within the prefix, a prefix of part of a page, or one beyond a context, the result is undefined.
+    differ within the prefix, a prefix of part of a page, or one beyond a context or a bound, the result is undefined,
+    and of a variant that counts its programs' arrivals that of later calls too.
 
     Returns:
         out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for

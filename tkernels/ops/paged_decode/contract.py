@@ -53,8 +53,8 @@ def reference(
             those wholly before the window, (context - window) // S of them, are undefined and never dereferenced.
         context_lens: [B] int32, tokens in the cache, this step's included, at most N*S. 0 gives zeros.
         scale: Multiplies the logits.
-        max_context_len: Upper bound of context_lens that the host knows, by default N*S. Contexts beyond it are
-            undefined.
+        max_context_len: Upper bound of context_lens that the host knows, by default N*S. Of contexts beyond it the
+            result is undefined, and of a variant that counts its programs' arrivals that of later calls too.
         window: A query sees the last `window` keys, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
