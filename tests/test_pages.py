@@ -101,6 +101,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",
     "python -m tests.tsched.schedules --count 2000 --model state": "minutes; tests/tsched/test_state_slots.py",
     "python -m tests.tsched.schedules --count 1000 --model window": "minutes; tests/tsched/test_windows.py",
+    "python -m tests.tsched.schedules --count 500 --model shared": "minutes; tests/tsched/test_schedules.py",
     "python -m tests.tsched.random_rules --steps 1000000": "hours; tests/tsched/test_state_machine.py",
     "python -m tests.tsched.random_rules --steps 1000000 --states": "hours; tests/tsched/test_state_slots.py",
     "python -m tests.tsched.random_rules --steps 1000000 --windows": "hours; tests/tsched/test_windows.py",
