@@ -138,7 +138,8 @@ def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Fail
     worse: dict[str, list[str]] = {row.name: [] for row in rows}  # several launches may have one name
     for row in rows:
         if (was := table.get(expected.key(row))) is not None:
-            worse[row.name] += [f"{one} (expected table)" for one in expected.regressions(was, row)]
+            found = expected.regressions(was, row) + expected.longer_loop(was, row)
+            worse[row.name] += [f"{one} (expected table)" for one in found]
     return worse
 
 

@@ -129,14 +129,14 @@ def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
         acc = acc * fade[:, None] + weights.to(v.dtype).float() @ v[block].float()  # P rounded, as on tensor cores
         total, top = total * fade + weights.sum(1), new_top
     out = torch.where(total[:, None] > 0, acc / total[:, None], 0.0)
-    return out, torch.where(total > 0, top + total.log(), -math.inf)
+    return out, torch.where(total > 0, top.double() + total.double().log(), -math.inf)
 
 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int, scale: float, window: int | None,
     k_scale: Tensor | None, v_scale: Tensor | None, causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq]."""
+    """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq] in float64."""
     length, query_heads, _ = q.shape
     size, kv_heads = k_cache.shape[1], k_cache.shape[2]
     passed = max(context - length + 1 - window, 0) // size if window else 0  # pages that no query sees
@@ -199,9 +199,9 @@ def cascade_decode(
     prefixes = [0] * len(q)
     for group, (begin, end) in enumerate(pairwise(starts)):
         prefixes[begin:end] = [int(prefix_lens[group])] * (end - begin)
-    # Rounded once, when they are merged.
-    out = torch.zeros(*q.shape[:2], v_cache.shape[-1])
-    lse = torch.full(q.shape[:2], -math.inf)
+    # Merged in float64: the mean of a few keys is larger than that of all, and so is what it loses.
+    out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=torch.float64)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     for row, (context, prefix) in enumerate(zip(context_lens.tolist(), prefixes, strict=True)):
         seen = context if window is None else window
         for table, keys, left in (
@@ -210,8 +210,10 @@ def cascade_decode(
         ):
             if keys > 0 and left > 0:
                 part = attend(wide[row : row + 1], k_cache, v_cache, table, keys, scale, left, k_scale, v_scale)
-                out[row], lse[row] = merge_states(out[row], lse[row], part[0][0], part[1][0])
-    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
+                total = torch.logaddexp(lse[row], part[1][0])
+                own, other = ((one - total).exp().unsqueeze(-1) for one in (lse[row], part[1][0]))
+                out[row], lse[row] = own * out[row] + other * part[0][0], total
+    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
 
 def dequant_gemm(x: Tensor, weight: QuantizedWeight, *, bias: Tensor | None = None) -> Tensor:

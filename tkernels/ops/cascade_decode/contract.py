@@ -253,7 +253,13 @@ CONTRACT = Contract(
         *OPTION_AXES,
     ),
     constraints=(*CONSTRAINTS, Constraint("shared <= N")),
-    corners={name: _shared_corner(corner) for name, corner in CORNERS.items()},
+    corners={
+        **{name: _shared_corner(corner) for name, corner in CORNERS.items()},
+        # The first key that a window sees is the first behind the prefix, whose pages nobody need have any more.
+        "window_after_prefix": {
+            **{"lengths": "full", "B": 2, "S": 8, "N": 5, "P": 10, "G": 1, "shared": 2, "window": 24, "Dv": 64}
+        },
+    },
     arguments={
         "q": Tensor("B Hq D", "activation"),
         "k_cache": Tensor("P S Hkv D", "kv", read_wide=True),

@@ -52,9 +52,7 @@ def write(path: Path, rows: Iterable[CompiledKernel]) -> None:
 
 
 def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
-    """What got worse: no longer compiles, spills more, lost its best matrix instruction, has more instructions in its
-    longest loop, accesses memory narrower.
-    """
+    """What got worse: no longer compiles, spills more, lost its best matrix instruction, accesses memory narrower."""
     if before.status == "ok" != now.status:
         return [f"{now.status}: {now.reason}"]
     if now.status != "ok":
@@ -65,11 +63,15 @@ def regressions(before: CompiledKernel, now: CompiledKernel) -> list[str]:
     lost = sorted(set(before.matrix_instructions) - set(now.matrix_instructions))
     if lost:
         found.append(f"lost {', '.join(lost)}, has {', '.join(now.matrix_instructions) or 'no matrix instruction'}")
-    longest, was_longest = now.loop_instructions or 0, before.loop_instructions or 0
-    # Another config has another share of the work in a pass.
-    if before.config == now.config and was_longest and longest > (1 + _LONGER) * was_longest:
-        found.append(f"its longest loop has {longest} instructions, {was_longest} before")
     return found + _narrower_accesses(before, now)
+
+
+def longer_loop(before: CompiledKernel, now: CompiledKernel) -> list[str]:
+    """Says so where the longest loop has more instructions, of the same config: another has other work in a pass."""
+    longest, was_longest = now.loop_instructions or 0, before.loop_instructions or 0
+    if before.config != now.config or not was_longest or longest <= (1 + _LONGER) * was_longest:
+        return []
+    return [f"its longest loop has {longest} instructions, {was_longest} before"]
 
 
 def _narrower_accesses(before: CompiledKernel, now: CompiledKernel) -> list[str]:
