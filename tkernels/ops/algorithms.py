@@ -50,9 +50,8 @@ class Algorithms:
 
     def chosen(self, axes: Axes, config: Config, device: DeviceFacts) -> Variant:
         """The variant that a call at these axes runs."""
-        wanted = config["ALGORITHM"] - _UNTUNED - 1
         variants = [_variants(self.op)[name] for name in self.names]
-        tuned = [] if wanted < 0 else [variants[wanted]]
+        tuned = ([], *([one] for one in variants))[config["ALGORITHM"] - _UNTUNED]
         tried = (*tuned, *(one for one in variants if one.is_for(axes)))
         return next((one for one in tried if not one.supports(axes, device)), variants[-1])
 

@@ -145,10 +145,6 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "add_rms_norm", "out[t] new_residual x[t] residual[t] weight", "out, new_residual, x, residual, weight"
     ),
     Equivalent(
-        "shared", "Algorithms.chosen", "bound_shifted", "wanted < 0", "wanted <= 0",
-        "the first algorithm of each op is what reasoning tries first wherever it takes so many tokens",
-    ),
-    Equivalent(
         "dequant_gemm", "axes_of", "factor_dropped", "weight.places - inputs", "weight.places",
         "a call's axes are the contract's; `auto` asks these what takes the weight, which no padding decides",
     ),
