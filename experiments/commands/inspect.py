@@ -138,9 +138,12 @@ def _find_worse(request: InspectRequest, rows: Sequence[CompiledKernel]) -> Fail
     worse: dict[str, list[str]] = {row.name: [] for row in rows}  # several launches may have one name
     for row in rows:
         if (was := table.get(expected.key(row))) is not None:
-            found = expected.regressions(was, row) + expected.longer_loop(was, row)
-            worse[row.name] += [f"{one} (expected table)" for one in found]
+            worse[row.name] += [f"{one} (expected table)" for one in _worse_than(was, row)]
     return worse
+
+
+def _worse_than(before: CompiledKernel, now: CompiledKernel) -> list[str]:
+    return expected.regressions(before, now) + expected.longer_loop(before, now)
 
 
 def _dump(request: InspectRequest, kind: str, ops: Registry, variants: Sequence[Variant], archs: Sequence[str]) -> int:
@@ -181,7 +184,7 @@ def _diff(request: InspectRequest, pair: tuple[str, str], archs: Sequence[str]) 
     else:
         _print_changes(Console(), changes, pair)
     both = before.keys() & now.keys()
-    worse = [now[key].name for key in both if num_files and expected.regressions(before[key], now[key])]
+    worse = [now[key].name for key in both if num_files and _worse_than(before[key], now[key])]
     return end_with(1, f"{len(worse)} kernels are worse in {pair[1]}: {name_some(worse)}") if worse else 0
 
 

@@ -97,13 +97,17 @@ def test_rows_worse_than_the_expected_table_fail(
     compiled: list[CompiledKernel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(expected, "FOLDER", tmp_path)
-    compiled.append(GOOD)
+    compiled.append(replace(GOOD, loop_instructions=100))
     assert tk("--op", "swiglu", "--update-expected").exit_code == 0
     assert tk("--op", "swiglu").exit_code == 0
     compiled[0] = replace(GOOD, access_bytes={"16": 0.5, "8": 0.5})
     done = tk("--op", "swiglu")
     assert done.exit_code == 1
     assert "50% of the main loop's bytes in 16-byte accesses, 100% before (expected table)" in done.output
+    compiled[0] = replace(GOOD, loop_instructions=103)
+    done = tk("--op", "swiglu")
+    assert done.exit_code == 1
+    assert "its longest loop has 103 instructions, 100 before (expected table)" in done.output
 
 
 def test_an_update_of_one_op_keeps_the_others_rows_and_drops_those_of_no_variant(
@@ -132,6 +136,10 @@ def test_diff_of_two_files_shows_what_changed_and_fails_where_it_is_worse(tmp_pa
     assert "No row differs" in tk("--diff", str(paths[0]), str(paths[0])).output
     paths[1].write_text(json.dumps([replace(GOOD, spill_bytes=8).as_json()]))
     assert tk("--diff", *map(str, paths)).exit_code == 1
+    for path, count in zip(paths, (100, 103), strict=True):
+        path.write_text(json.dumps([replace(GOOD, loop_instructions=count).as_json()]))
+    assert tk("--diff", *map(str, paths)).exit_code == 1
+    assert tk("--diff", *map(str, reversed(paths))).exit_code == 0
     paths[1].write_text("[{}]")
     done = tk("--diff", *map(str, paths))
     assert done.exit_code == 2
