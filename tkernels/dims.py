@@ -1,13 +1,18 @@
 """The entries of a shape as a contract writes them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import CodeType
+
+_FUNCTIONS = {"ceil": math.ceil, "min": min}
 
 
 @dataclass(frozen=True)
 class Dim:
     """One entry of a tensor's shape: `X`, `c*X`, `X/c`, `X+c` or a constant, all forms that `X` can be solved from; or
-    `ceil(X/c)`, which only agrees with an `X` that another entry gives or does not.
+    any other expression over axes, with `ceil` and `min`, which only agrees with what other entries give or does not.
     """
 
     text: str
@@ -15,31 +20,40 @@ class Dim:
     times: int = 1
     over: int = 1
     plus: int = 0
-    rounds_up: bool = False
+    is_computed: bool = False
 
     @staticmethod
     def parse(text: str) -> "Dim":
         if text.isdigit():
             return Dim(text, None, plus=int(text))
-        if text.startswith("ceil("):
-            name, over = text.removeprefix("ceil(").removesuffix(")").split("/")
-            return Dim(text, name, over=int(over), rounds_up=True)
-        if "*" in text:
-            times, name = text.split("*")
-            return Dim(text, name, times=int(times))
-        if "/" in text:
-            name, over = text.split("/")
-            return Dim(text, name, over=int(over))
-        if "+" in text:
-            name, plus = text.split("+")
-            return Dim(text, name, plus=int(plus))
-        return Dim(text, text)
+        if text.isidentifier():
+            return Dim(text, text)
+        for sign in "*/+":
+            left, found, right = text.partition(sign)
+            if found and sign == "*" and left.isdigit() and right.isidentifier():
+                return Dim(text, right, times=int(left))
+            if found and sign != "*" and left.isidentifier() and right.isdigit():
+                return Dim(text, left, **{"over" if sign == "/" else "plus": int(right)})
+        return Dim(text, None, is_computed=True)
+
+    @cached_property
+    def code(self) -> CodeType:
+        return compile(self.text, f"<dim {self.text}>", "eval")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The axes that it is made of."""
+        if self.is_computed:
+            return frozenset(self.code.co_names) - _FUNCTIONS.keys()
+        return frozenset() if self.name is None else frozenset((self.name,))
 
     def solve(self, size: int) -> int | None:
-        """The axis value that gives `size`, or None where there is none. Not of a `ceil`, which many values give."""
+        """The axis value that gives `size`, or None where there is none. Not of a computed one, which many give."""
         value, rest = divmod((size - self.plus) * self.over, self.times)
-        return value if rest == 0 and value >= 0 and not self.rounds_up else None
+        return value if rest == 0 and value >= 0 and not self.is_computed else None
 
     def size(self, axes: Mapping[str, int | str | bool]) -> int:
+        if self.is_computed:
+            return int(eval(self.code, {"__builtins__": {}, **_FUNCTIONS}, dict(axes)))
         value = int(axes[self.name]) * self.times if self.name is not None else 0
-        return (-(-value // self.over) if self.rounds_up else value // self.over) + self.plus
+        return value // self.over + self.plus

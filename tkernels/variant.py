@@ -44,6 +44,11 @@ AxisRanges = Mapping[str, Value | tuple[int, int]]
 """Axis -> its value, or (low, high) where a whole range is meant."""
 
 
+def _ends(axes: AxisRanges, end: int) -> dict[str, Value]:
+    """The axes with the first or the last value of each that is a range."""
+    return {name: value[end] if isinstance(value, tuple) else value for name, value in axes.items()}
+
+
 def as_it_is(weight: Any) -> Any:
     """What preparing a weight is where a variant reads it in the layout in which it was loaded."""
     return weight
@@ -224,12 +229,14 @@ class Variant:
         mine: dict[str, Any] = {name: axes[name] for name in (*part.axis_by_name, *part.options) if name in axes}
         for name, what in self.part_axes.get(part.name, {}).items():
             dim = Dim.parse(what) if isinstance(what, str) else None
-            if dim is None or dim.name not in self.contract.axis_by_name:
+            if dim is None or not dim.names or not dim.names <= self.contract.axis_by_name.keys():
                 mine[name] = what
-            elif isinstance(value := axes.get(dim.name), tuple):
-                mine[name] = tuple(dim.size({dim.name: end}) for end in value)
-            elif value is not None:
-                mine[name] = dim.size({dim.name: value})
+            elif dim.names <= axes.keys():
+                values = {axis: axes[axis] for axis in dim.names}
+                if any(isinstance(value, tuple) for value in values.values()):
+                    mine[name] = tuple(dim.size(_ends(values, end)) for end in (0, 1))  # it grows with each of them
+                else:
+                    mine[name] = dim.size(values)
         return mine
 
     def with_parts(self, ops: Mapping[str, "Op"]) -> "Variant":

@@ -45,7 +45,7 @@ def is_shared(op: str, name: str) -> bool:
     given = [rule for other, rule in rules.items() if other != name and not getattr(rule, "optional", False)]
     parts = [part for rule in given for part in getattr(rule, "parts", {"": rule}).values()]
     dims = [dim for part in parts if isinstance(part, Tensor) for dim in part.shape]
-    return rules[name].shape[0].name in {dim.name for dim in dims if not dim.rounds_up}
+    return rules[name].shape[0].name in {dim.name for dim in dims}
 
 
 def has_one_element(op: str, name: str) -> bool:

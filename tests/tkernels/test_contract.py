@@ -74,6 +74,13 @@ def test_a_dim_that_is_rounded_up_agrees_with_what_is_known_or_does_not() -> Non
     assert axes == {"N": 130, "K": 3}
 
 
+def test_a_computed_dim_is_of_all_its_axes() -> None:
+    dim = Dim.parse("(T*K+min(T*K,E)*15)//16")
+    assert dim.names == {"T", "K", "E"}
+    assert [dim.size({"T": tokens, "K": 2, "E": 4}) for tokens in (0, 1, 2, 16)] == [0, 2, 4, 5]
+    assert Dim.parse("T*K").solve(4) is None
+
+
 @pytest.mark.parametrize("op", list(OPS))
 def test_every_draw_is_within_the_constraints_and_repeats_from_its_seed(op: str) -> None:
     contract = OPS[op].contract

@@ -87,13 +87,12 @@ class Tensor:
 
     def _bind_sizes(self, op: str, name: str, shape: Sequence[int], axes: dict[str, Value]) -> None:
         for dim, size in zip(self.shape, shape, strict=True):
-            if dim.name is None:
-                solved: int | None = dim.plus if size == dim.plus else None
-            elif dim.rounds_up:
-                solved = int(axes[dim.name]) if dim.name in axes and dim.size(axes) == size else None
+            if dim.name is None:  # nothing to solve for
+                fits = dim.names <= axes.keys() and dim.size(axes) == size
             else:
                 solved = size if dim.text == dim.name else dim.solve(size)
-            if solved is None:
+                fits = solved is not None
+            if not fits:
                 raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
             if dim.name is not None:
                 bind_axis(op, name, dim.name, solved, axes)

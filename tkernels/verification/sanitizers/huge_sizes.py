@@ -75,7 +75,7 @@ def huge_sizes(contract: Contract, arguments: Mapping[str, Any], axes: Axes) -> 
     the new entries should say is not known. Nor can one of a weight's, whose class bounds it.
     """
     places = _places(contract, arguments)
-    in_outputs = {dim.name for shape, tensor in places if tensor is None for dim in shape}
+    in_outputs = {name for shape, tensor in places if tensor is None for dim in shape for name in dim.names}
     growing = [axis for axis in contract.axes if isinstance(axis, Int) and (axis.batch or axis.name in in_outputs)]
     bounded = _axes_of_weights(contract, arguments)
     for axis in growing:
@@ -98,8 +98,8 @@ def _row_sizes(axis: str, places: Sequence[tuple[tuple[Dim, ...], torch.Tensor |
     """The elements of each float tensor for one step of an axis; none where an integer tensor keeps it from growing."""
     rows = []
     for shape, tensor in places:
-        times = [dim.times / dim.over for dim in shape if dim.name == axis]
-        others = [dim.size(axes) for dim in shape if dim.name != axis]
+        times = [_growth(dim, axis, axes) for dim in shape if axis in dim.names]
+        others = [dim.size(axes) for dim in shape if axis not in dim.names]
         if not times:
             continue
         if tensor is not None and not tensor.is_floating_point():
@@ -108,6 +108,11 @@ def _row_sizes(axis: str, places: Sequence[tuple[tuple[Dim, ...], torch.Tensor |
             continue
         rows.append(int(np.prod(others, dtype=np.int64) * times[0]))
     return rows
+
+
+def _growth(dim: Dim, axis: str, axes: Axes) -> float:
+    """What an entry of a shape grows by with one step of an axis, far out where its constants do not count."""
+    return dim.size({**axes, axis: _ELEMENTS}) / _ELEMENTS
 
 
 def _allocate_huge(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
