@@ -33,7 +33,7 @@ class Dim:
             if found and sign == "*" and left.isdigit() and right.isidentifier():
                 return Dim(text, right, times=int(left))
             if found and sign != "*" and left.isidentifier() and right.isdigit():
-                return Dim(text, left, **{"over" if sign == "/" else "plus": int(right)})
+                return Dim(text, left, over=int(right)) if sign == "/" else Dim(text, left, plus=int(right))
         return Dim(text, None, is_computed=True)
 
     @cached_property

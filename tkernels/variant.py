@@ -232,11 +232,8 @@ class Variant:
             if dim is None or not dim.names or not dim.names <= self.contract.axis_by_name.keys():
                 mine[name] = what
             elif dim.names <= axes.keys():
-                values = {axis: axes[axis] for axis in dim.names}
-                if any(isinstance(value, tuple) for value in values.values()):
-                    mine[name] = tuple(dim.size(_ends(values, end)) for end in (0, 1))  # it grows with each of them
-                else:
-                    mine[name] = dim.size(values)
+                low, high = (dim.size(_ends(axes, end)) for end in (0, 1))  # it grows with each of its axes
+                mine[name] = (low, high) if any(isinstance(axes[axis], tuple) for axis in dim.names) else low
         return mine
 
     def with_parts(self, ops: Mapping[str, "Op"]) -> "Variant":

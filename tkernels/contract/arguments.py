@@ -87,15 +87,11 @@ class Tensor:
 
     def _bind_sizes(self, op: str, name: str, shape: Sequence[int], axes: dict[str, Value]) -> None:
         for dim, size in zip(self.shape, shape, strict=True):
-            if dim.name is None:  # nothing to solve for
-                fits = dim.names <= axes.keys() and dim.size(axes) == size
-            else:
-                solved = size if dim.text == dim.name else dim.solve(size)
-                fits = solved is not None
-            if not fits:
-                raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
-            if dim.name is not None:
+            solved = size if dim.text == dim.name else dim.solve(size)
+            if dim.name is not None and solved is not None:
                 bind_axis(op, name, dim.name, solved, axes)
+            elif dim.name is not None or not dim.names <= axes.keys() or dim.size(axes) != size:
+                raise ContractError(f"{op}: argument {name!r} has shape {list(shape)}, where [{self.dims}] is needed")
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
