@@ -102,7 +102,8 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A host number. `optional` ones default to None; with `axis`, its value (0 where None) is bound as an axis.
+    """A host number. `optional` ones default to None; with `axis`, its value (0 where None) is bound as an axis of its
+    name, or of the one that `axis` says.
 
     A float is rounded away from 0 there, so that one that is set is never at the axis' off value.
     """
@@ -110,20 +111,19 @@ class Scalar:
     kind: type[int] | type[float] | type[bool]
     optional: bool = False
     low: float | None = None
-    axis: bool = False
+    axis: bool | str = False
 
     def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
-        if value is None and self.optional:
-            if self.axis:
-                axes[name] = 0
-            return
         if rule := self._broken_rule(value):
             raise ContractError(f"{op}: argument {name!r} must be {rule}, got {value!r}")
         if self.axis:
-            axes[name] = math.ceil(value) if value > 0 else math.floor(value)
+            size = 0 if value is None else math.ceil(value) if value > 0 else math.floor(value)
+            bind_axis(op, name, name if self.axis is True else self.axis, size, axes)
 
     def _broken_rule(self, value: Any) -> str | None:
         """What a value has to be and is not."""
+        if value is None and self.optional:
+            return None
         allowed = (int, float) if self.kind is float else (self.kind,)
         if not isinstance(value, allowed) or (isinstance(value, bool) and self.kind is not bool):
             return self.kind.__name__

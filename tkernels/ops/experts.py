@@ -28,14 +28,18 @@ def draw_experts(draws: Draws, tokens: int, top_k: int, experts: int, routing: s
     elif routing == "one_takes_none" and experts > top_k:
         weights[0] = 0
     # The largest of log(weight) plus Gumbel noise are a draw without replacement (Kool et al., 2019).
-    keys = weights.log() - draws.exponential((tokens, experts)).log()
+    keys = weights.log() - _exponential(draws, tokens, experts).log()
     if routing == "one_takes_all":
         keys[:, 0] = torch.inf
     chosen = keys.topk(top_k, dim=1).indices  # [T, K]
-    chosen = chosen.gather(1, draws.exponential((tokens, top_k)).argsort(1))
+    chosen = chosen.gather(1, _exponential(draws, tokens, top_k).argsort(1))
     if dropped:
         chosen = torch.where(draws.integers(0, 2, (tokens, top_k)) == 0, DROPPED, chosen)
     return chosen.int().to(draws.device)
+
+
+def _exponential(draws: Draws, rows: int, columns: int) -> torch.Tensor:
+    return -torch.rand((rows, columns), generator=draws.generator, dtype=torch.float64).log()
 
 
 def distinct_experts(experts: torch.Tensor) -> int:

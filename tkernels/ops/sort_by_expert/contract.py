@@ -1,25 +1,23 @@
 """sort_by_expert: which expert computes which pairs of token and choice, and in which tiles of rows."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tkernels.batching import Batching, Inputs, row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, Value
 from tkernels.inputs import LAYOUTS, Draws
-from tkernels.ops.experts import ROUTINGS, TILES, TILES_DIM, draw_experts
+from tkernels.ops.experts import ROUTINGS, TILES_DIM, draw_experts
 
 
 def reference(
-    experts: torch.Tensor, E: int, tile: int
+    experts: torch.Tensor, num_experts: int, tile: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts the pairs of token and choice by expert, and cuts each expert's into tiles of `tile`.
 
     Args:
-        experts: [T, K] int32 in [-1, E), free row stride: pair t * K + k is token t's choice k, by the expert that
-            computes it; -1 for nobody. Other values are undefined: nobody looks.
-        E: How many experts there are.
+        experts: [T, K] int32 in [-1, num_experts), free row stride: pair t * K + k is token t's choice k, by the
+            expert that computes it; -1 for nobody. Other values are undefined: nobody looks.
+        num_experts: E, how many there are.
         tile: 16, 32, 64, 128 or 256.
 
     Returns:
@@ -31,19 +29,19 @@ def reference(
 
     Source: the aligned blocks of vLLM's fused_moe (Kwon et al., 2023), with tiles of indices in place of padded ones.
     """
-    top_k, pairs = experts.shape[1], experts.numel()
+    pairs = experts.numel()
     device = experts.device
-    keys = torch.where(experts < 0, E, experts).flatten()  # [T K]
+    keys = torch.where(experts < 0, num_experts, experts).flatten()  # [T K]
     ordered, order = keys.sort(stable=True)
-    order = torch.where(ordered < E, order, -1).int()
-    starts = torch.searchsorted(ordered, torch.arange(E + 1, dtype=ordered.dtype, device=device))  # [E + 1]
+    order = torch.where(ordered < num_experts, order, -1).int()
+    starts = torch.searchsorted(ordered, torch.arange(num_experts + 1, dtype=ordered.dtype, device=device))  # [E + 1]
     tiles = (starts.diff() + tile - 1) // tile  # [E]
     ends = tiles.cumsum(0)
-    places = torch.arange((pairs + min(pairs, E) * (tile - 1)) // tile, device=device)
-    expert = torch.searchsorted(ends, places, right=True)  # E behind the last tile
-    of = expert.clamp(max=E - 1)
+    places = torch.arange((pairs + min(pairs, num_experts) * (tile - 1)) // tile, device=device)
+    expert = torch.searchsorted(ends, places, right=True)  # num_experts behind the last tile
+    of = expert.clamp(max=num_experts - 1)
     first = starts[of] + (places - (ends - tiles)[of]) * tile
-    is_tile = expert < E
+    is_tile = expert < num_experts
     return order, starts.int(), torch.where(is_tile, expert, -1).int(), torch.where(is_tile, first, -1).int()
 
 
@@ -56,22 +54,17 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     chosen = draw_experts(
         draws, int(axes["T"]), int(axes["K"]), experts, str(axes["routing"]), dropped=bool(axes["dropped"])
     )
-    return {"experts": draws.laid_out(chosen, axes["layout"]), "E": experts, "tile": tile}
+    return {"experts": draws.laid_out(chosen, axes["layout"]), "num_experts": experts, "tile": tile}
 
 
 def bytes_moved(case: Case) -> int:
-    pairs, experts, tile = case.inputs["experts"].numel(), int(case.inputs["E"]), int(case.inputs["tile"])
+    pairs, experts, tile = case.inputs["experts"].numel(), int(case.inputs["num_experts"]), int(case.inputs["tile"])
     tiles = (pairs + min(pairs, experts) * (tile - 1)) // tile
     return 4 * (2 * pairs + experts + 1 + 2 * tiles)
 
 
 def flops(case: Case) -> int:
     return 0
-
-
-def _part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
-    """The places of a token's pairs among those of their experts."""
-    raise NotImplementedError
 
 
 def _benchmark(tokens: int, top_k: int, experts: int) -> dict[str, Value]:
@@ -92,10 +85,10 @@ CONTRACT = Contract(
         Choice("routing", ROUTINGS),
         Choice("layout", LAYOUTS, "of experts"),
     ),
-    constraints=(Constraint("K <= E"), Constraint("tile & (tile - 1) == 0")),
+    constraints=(Constraint("K <= E"), Constraint("T * K < 2**31"), Constraint("tile & (tile - 1) == 0")),
     arguments={
         "experts": Tensor("T K", "int32"),
-        "E": Scalar(int, axis=True, low=1),
+        "num_experts": Scalar(int, axis="E", low=1),
         "tile": Scalar(int, axis=True, low=1),
     },
     outputs={
