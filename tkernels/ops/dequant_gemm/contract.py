@@ -52,7 +52,7 @@ def _drawn_outliers(draws: Draws, outputs: int, inputs: int, dtype: torch.dtype,
     return outliers_from(of, cols, vals, (outputs, inputs)).map_tensors(lambda part: part.to(draws.device))
 
 
-def _drawn_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
+def draw_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
     """A sequential weight, its values such that outputs are of x's size whatever K is."""
     outputs, inputs, bits = (int(axes[name]) for name in ("N", "K", "bits"))
     places, group_size, dtype = inputs + int(axes["padding"]), int(axes["group_size"]), dtype_of(axes["weight"])
@@ -88,7 +88,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     tokens, outputs, inputs = int(axes["M"]), int(axes["N"]), int(axes["K"])
     dtype = dtype_of(axes["activation"])
-    weight = _drawn_weight(axes, draws)
+    weight = draw_weight(axes, draws)
     if axes["order"] == "interleaved":
         weight = interleaved(weight)
 

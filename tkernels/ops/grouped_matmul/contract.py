@@ -1,0 +1,326 @@
+"""grouped_matmul: each pair of token and choice multiplies its token's row with the weight of its expert."""
+
+from collections.abc import Mapping, Sequence
+from itertools import count, pairwise
+from typing import Any
+
+import torch
+
+from tkernels.batching import Batching, Inputs, lay_out_like
+from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, Value, dtype_axis
+from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
+from tkernels.ops.dequant_gemm.contract import draw_weight
+from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
+from tkernels.ops.grouped_matmul._argument import DENSE_BITS, ExpertWeights
+from tkernels.ops.sort_by_expert import contract as sort_by_expert
+from tkernels.quantized.codes import ORDERS
+from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
+from tkernels.quantized.weight import dequantize
+
+Weight = torch.Tensor | StackedWeight
+
+
+def reference(
+    x: torch.Tensor,
+    weight: Weight,
+    experts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    tile: int,
+    tile_expert: torch.Tensor,
+    tile_start: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    combine: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[p] = weight[e] @ x[p * X // (T K)] + bias[e] for token t, e = experts[t, k] and pair p = t K + k.
+
+    So x has a row for each token, or one for each pair: what the first product of an expert made.
+
+    Args:
+        x: [X, C] with X = T or X = T * K, any float dtype, free row stride.
+        weight: [E, N, C], as x, free strides but the last; or a StackedWeight of E experts, N outputs and C inputs.
+        experts: [T, K] int32 in [-1, E), free row stride; -1: the pair is left out.
+        order, starts, tile_expert, tile_start: What sort_by_expert makes of `experts` with this `tile`, contiguous.
+            They say nothing that `experts` does not: they are how the work is cut.
+        tile: Pairs of one expert that are multiplied at once: 16, 32, 64, 128 or 256.
+        bias: [E, N], as x.
+        combine: [T, K] float32, free row stride: what each pair counts. The K results of a token are then one, the sum
+            over k of combine[t, k] * out[t K + k] in the order of k, rounded once; pairs that are left out are no part
+            of it.
+
+    Returns:
+        out [T K, N], as x, where rows of pairs that are left out stay untouched; with `combine` [T, N].
+
+    Source: the grouped products of MegaBlocks (Gale et al., 2023), with the gather and the scatter of ScatterMoE (Tan
+    et al., 2024).
+    """
+    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    choices = experts.flatten()  # [T K]
+    out = x.new_full((choices.numel(), dense.shape[1]), torch.nan)
+    for expert in range(dense.shape[0]):
+        pairs = (choices == expert).nonzero().squeeze(1)
+        own = x[_row_of(pairs, x, choices)] @ dense[expert].t()
+        out[pairs] = own if bias is None else own + bias[expert]
+    return out if combine is None else _combined(out, experts, combine)
+
+
+def _row_of(pairs: torch.Tensor, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    """The row of x that each pair multiplies."""
+    return pairs // (choices.numel() // max(x.shape[0], 1) or 1)
+
+
+def _combined(pairs: torch.Tensor, experts: torch.Tensor, combine: torch.Tensor) -> torch.Tensor:
+    """[T K, N] -> [T, N]: the weighted sum over a token's choices, in their order, rounded once."""
+    wide = torch.promote_types(pairs.dtype, torch.float32)
+    sums = torch.zeros((experts.shape[0], pairs.shape[1]), dtype=wide, device=pairs.device)
+    for choice in range(experts.shape[1]):
+        own = pairs[choice :: experts.shape[1]].to(wide) * combine[:, choice, None].to(wide)
+        sums += torch.where(experts[:, choice, None] >= 0, own, 0)
+    return sums.to(pairs.dtype)
+
+
+def baseline(
+    x: torch.Tensor,
+    weight: Weight,
+    experts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    tile: int,
+    tile_expert: torch.Tensor,
+    tile_start: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    combine: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """On a CPU a product for each expert that has pairs; elsewhere torch's grouped product, and no host waits."""
+    choices, outputs = experts.numel(), weight.shape[1]
+    out = x.new_full((choices + 1, outputs), torch.nan)  # the last one is for pairs that are left out
+    if x.is_cpu:
+        ends = starts.tolist()
+        for expert, (start, end) in enumerate(pairwise(ends)):
+            if start < end:
+                pairs = order[start:end].long()
+                own = x[_row_of(pairs, x, experts)] @ _expert_of(weight, expert, x.dtype).t()
+                out[pairs] = own if bias is None else own.add_(bias[expert])
+    else:
+        dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+        pairs = torch.where(order < 0, choices, order).long()
+        rows = _row_of(pairs.clamp(max=choices - 1), x, experts)
+        own = torch._grouped_mm(x[rows], dense.transpose(1, 2), offs=starts[1:])  # [T K, N]
+        if bias is not None:
+            places = torch.arange(choices, dtype=starts.dtype, device=x.device)
+            of = torch.searchsorted(starts[1:], places, right=True).clamp(max=dense.shape[0] - 1)
+            own += bias[of]
+        out.index_copy_(0, pairs, own)
+    return out[:choices] if combine is None else _combined(out[:choices], experts, combine)
+
+
+def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(weight.expert(expert), dtype) if isinstance(weight, StackedWeight) else weight[expert]
+
+
+def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
+    """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
+    experts, outputs, inputs = shape
+    names = ("bits", "padding", "group_size", "symmetric", "permuted")
+    kind = {name: axes[f"{prefix}{name}"] for name in names} | {"coding": "uniform", "sparse": False}
+    point = {"N": outputs, "K": inputs, "weight": axes["weight"], **kind}
+    weight = stack([draw_weight(point, draws) for _ in range(experts)])
+    if axes[f"{prefix}order"] == "interleaved":
+        weight = interleaved_experts(weight)
+    # Another padding for each part: one's stride taken for another's, which is as wide, must show.
+    paddings = count(8, 8)
+    return weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+
+
+def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
+    draws = Draws(seed, device)
+    tokens, top_k, experts, outputs, inputs = (int(axes[name]) for name in ("T", "K", "E", "N", "C"))
+    dtype = dtype_of(axes["activation"])
+    if axes["bits"] == DENSE_BITS:
+        x, dense = draws.product_operands(int(axes["X"]), experts * outputs, inputs, axes["values"])
+        weight: Weight = draws.laid_out(dense.view(experts, outputs, inputs).to(dtype), axes["weight_layout"])
+    else:
+        x = draws.normal((int(axes["X"]), inputs), torch.float64, axes["values"])
+        weight = draw_experts_weight(axes, draws, (experts, outputs, inputs))
+    chosen = draw_experts(draws, tokens, top_k, experts, str(axes["routing"]), dropped=bool(axes["dropped"]))
+    tile = int(axes["tile"])
+    bias = draws.normal((experts, outputs), dtype, axes["values"]) if axes["bias"] else None
+    combine = draws.normal((tokens, top_k), torch.float32).abs() if axes["combine"] else None
+    return {
+        "x": draws.laid_out(x.to(dtype), axes["layout"]),
+        "weight": weight,
+        "experts": draws.laid_out(chosen, axes["layout"]),
+        **_sorted(chosen, experts, tile, draws),
+        "bias": None if bias is None else draws.laid_out(bias, axes["layout"]),
+        "combine": None if combine is None else draws.laid_out(combine, axes["layout"]),
+    }
+
+
+def _sorted(experts: torch.Tensor, num_experts: int, tile: int, draws: Draws | None = None) -> dict[str, Any]:
+    parts = sort_by_expert.reference(experts, num_experts, tile)
+    order, starts, tile_expert, tile_start = parts if draws is None else map(draws.laid_out, parts)
+    return {"order": order, "starts": starts, "tile": tile, "tile_expert": tile_expert, "tile_start": tile_start}
+
+
+def bytes_moved(case: Case) -> int:
+    """The weights of the distinct experts, x, the result, and the routing."""
+    x, weight, experts, order, bias, combine = (
+        case.inputs[name] for name in ("x", "weight", "experts", "order", "bias", "combine")
+    )
+    of_one = weight.nbytes // weight.shape[0] + (0 if bias is None else weight.shape[1] * x.element_size())
+    rows = experts.shape[0] if combine is not None else int((experts >= 0).sum())
+    floats = (x.numel() + rows * weight.shape[1]) * x.element_size()
+    integers = 4 * (order.numel() + 2 * case.inputs["tile_expert"].numel() + weight.shape[0] + 1)
+    return int(
+        distinct_experts(experts) * of_one + floats + integers + (4 * experts.numel() if combine is not None else 0)
+    )
+
+
+def flops(case: Case) -> int:
+    _, outputs, inputs = case.inputs["weight"].shape
+    return 2 * int((case.inputs["experts"] >= 0).sum()) * int(outputs) * int(inputs)
+
+
+def _count(inputs: Inputs) -> int:
+    return int(inputs["experts"].shape[0])
+
+
+def _take(inputs: Inputs, picks: Sequence[int]) -> dict[str, Any]:
+    """The picked tokens, sorted anew."""
+    x, experts, combine = inputs["x"], inputs["experts"], inputs["combine"]
+    tokens = torch.tensor(picks, dtype=torch.long, device=experts.device)
+    each = x.shape[0] // max(experts.shape[0], 1)
+    rows = (tokens[:, None] * each + torch.arange(each, device=tokens.device)).flatten()
+    taken = {**inputs, "x": lay_out_like(x[rows], x), "experts": lay_out_like(experts[tokens], experts)}
+    if combine is not None:
+        taken["combine"] = lay_out_like(combine[tokens], combine)
+    for name, made in _sorted(taken["experts"], inputs["weight"].shape[0], inputs["tile"]).items():
+        taken[name] = lay_out_like(made, inputs[name]) if isinstance(made, torch.Tensor) else made
+    return taken
+
+
+def _part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
+    if inputs["combine"] is not None:
+        return {"out": results["out"][member]}
+    experts = inputs["experts"]
+    first = member * experts.shape[1]
+    return {"out": results["out"][first : first + experts.shape[1]][experts[member] >= 0]}
+
+
+MODELS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336), "gpt-oss-20b": (32, 4, 2880, 2880)}
+"""E, K, H and I of models whose experts are benchmarked."""
+
+TOKEN_CLASSES = (1, 8, 64, 512)
+"""The largest numbers of tokens between which another tile of experts' products may be the best."""
+
+
+def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS) -> dict[str, Value]:
+    experts, top_k, hidden, width = sizes
+    tile = tile_of_pairs(tokens * top_k, experts)
+    point: dict[str, Value] = {
+        "T": tokens,
+        "K": top_k,
+        "E": experts,
+        "X": tokens * (top_k if down else 1),
+        "tile": tile,
+    }
+    point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
+    point |= {"bits": bits, "group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+    dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
+    return point | dtypes | {"bias": False, "combine": down, "routing": "uniform", "dropped": False}
+
+
+def _benchmarks() -> dict[str, dict[str, Value]]:
+    points = {}
+    for tokens in (1, 8, 64, 512, 4096):
+        for bits in (4, DENSE_BITS):
+            for name, sizes in MODELS.items():
+                if name != "Qwen3-30B-A3B" and (bits or tokens == 8):
+                    continue
+                for down in (True, False):
+                    title = f"T={tokens},{name},{'down' if down else 'up'}" + (f",W{bits}" if bits else "")
+                    points[title] = _benchmark(tokens, sizes, down, bits)
+    last = next(reversed([name for name in points if "Qwen3" in name]))
+    return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
+
+
+_INPUTS = (8, 64, 37, 72, 136)
+_ROW = "(32 if bits == 3 else 32 // (bits or 32))"  # the places that whole words stand for; 1 of dense weights
+_PADDINGS = (0, 3, 11, 24, 27, 56)
+_TOKENS, _CHOICES = (0, 1, 2, 3, 9, 20), (1, 2, 4)
+_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 16) for each in (1, *_CHOICES)}))
+
+CONTRACT = Contract(
+    name="grouped_matmul",
+    reference=reference,
+    baseline=baseline,
+    # Values that are listed again are likelier draws.
+    axes=(
+        Int("T", 0, 2**28, _TOKENS, "tokens", batch=True, wide=(16,), classes=TOKEN_CLASSES),
+        Int("K", 1, 64, _CHOICES, "experts of a token"),
+        Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
+        Int("X", 0, 2**31 - 1, _ROWS, "rows of x: one for each token, or one for each pair", batch=True),
+        Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
+        Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights"),
+        Choice("permuted", (True, False, False), "whether codes lie in another order than inputs"),
+        Int("C", 1, 2**24, _INPUTS, "input features", wide=(640,)),
+        Int("padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
+        Int("group_size", 0, 2**24, (0, 16, 32, 128, 8, 64, 72, 136), "places that share a scale; 0 of dense weights"),
+        dtype_axis("activation"),
+        dtype_axis("weight"),
+        Choice("symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
+        Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
+        Int("tile", 16, 256, (16, 32, 64), "pairs of a tile"),
+        Choice("bias", (False, True)),
+        Choice("combine", (False, True), "whether a token's results are one"),
+        Choice("dropped", (False, True), "whether some pairs have no expert"),
+        Choice("routing", ROUTINGS),
+        Choice("layout", LAYOUTS, "of x"),
+        Choice("weight_layout", LAYOUTS, "of the weights"),
+        Choice("values", KINDS),
+    ),
+    constraints=(
+        Constraint("K <= E"),
+        Constraint("T * K < 2**31"),
+        Constraint("X == T or X == T * K"),
+        Constraint("tile & (tile - 1) == 0"),
+        Constraint("bits or not permuted"),
+        Constraint(f"permuted or C % {_ROW} == 0"),
+        Constraint("permuted or padding == 0"),
+        Constraint(f"(C + padding) % {_ROW} == 0"),
+        Constraint("bits or group_size == 0"),
+        Constraint("not bits or group_size > 0"),
+        Constraint(f"group_size % {_ROW} == 0"),
+        Constraint("group_size == 0 or (C + padding) % group_size == 0"),
+        Constraint("bits or symmetric"),
+        Constraint("bits or order == 'interleaved'"),
+        Constraint("weight == activation"),
+    ),
+    arguments={
+        "x": Tensor("X C", "activation", read_wide=True),
+        "weight": ExpertWeights("E N C"),
+        "experts": Tensor("T K", "int32"),
+        "order": Tensor("T*K", "int32"),
+        "starts": Tensor("E+1", "int32"),
+        "tile": Scalar(int, axis=True, low=1),
+        "tile_expert": Tensor(TILES_DIM, "int32"),
+        "tile_start": Tensor(TILES_DIM, "int32"),
+        "bias": Tensor("E N", "activation", optional=True),
+        "combine": Tensor("T K", "float32", optional=True),
+    },
+    outputs={"out": Output("T*K**(1-combine) N", "activation")},  # a row for each pair, or for each token
+    make_inputs=make_inputs,
+    bytes_moved=bytes_moved,
+    flops=flops,
+    default="torch",
+    benchmarks=_benchmarks(),
+    inspected={
+        **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},
+        "permuted": {"permuted": True},
+    },
+    loaded={"order": ORDERS[0]},
+    batching=Batching(_count, _take, _part),
+    work="gemm",
+)

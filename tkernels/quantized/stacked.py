@@ -1,0 +1,177 @@
+"""StackedWeight: the quantized weights of all experts of a layer as one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from tkernels.quantized.codes import Order, codes_per_word, low_bits, reordered
+from tkernels.quantized.slicing import zeros_of
+from tkernels.quantized.weight import QuantizedWeight, dequantize
+
+_PARTS = ("packed", "high", "scales", "zeros", "permutation")
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWeight:
+    """E QuantizedWeights of one structure, uniform codes without outliers: see there what its parts mean.
+
+    Attributes:
+        packed: [E, Kp / codes_per_word, N] int32.
+        scales: [E, G, N] floating.
+        zeros: [E, G, N] int16, or None.
+        high: [E, Kp / 32, N] int32, or None.
+        permutation: [E, Kp] int32, or None: each expert's own.
+        bits, group_size, order, inputs: Of all of them.
+
+    Within an expert offsets are below 2**31; from expert to expert they are not: 128 experts pass 2**31 bytes early.
+
+    Raises:
+        ValueError: Parts of unlike numbers of experts, or what QuantizedWeight refuses of the first expert's.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    bits: int = 4
+    group_size: int = 128
+    order: Order = "sequential"
+    high: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+    inputs: int = -1
+
+    def __post_init__(self) -> None:
+        experts = self.packed.shape[0]
+        for name, part in self.parts():
+            if part.dim() != (2 if name == "permutation" else 3) or part.shape[0] != experts or experts == 0:
+                raise ValueError(
+                    f"StackedWeight: {name} has shape {[*part.shape]}; one part for each of {experts} experts is needed"
+                )
+        first = self.expert(0)
+        object.__setattr__(self, "group_size", first.group_size)
+        object.__setattr__(self, "inputs", first.inputs)
+
+    def expert(self, number: int) -> QuantizedWeight:
+        """One expert's weight, whose parts are views of these."""
+        parts: dict[str, Any] = {name: part[number] for name, part in self.parts()}
+        return QuantizedWeight(
+            parts["packed"],
+            parts["scales"],
+            parts.get("zeros"),
+            self.bits,
+            self.group_size,
+            self.order,
+            high=parts.get("high"),
+            permutation=parts.get("permutation"),
+            inputs=self.inputs,
+        )
+
+    def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are there, by name."""
+        for name in _PARTS:
+            part = getattr(self, name)
+            if part is not None:
+                yield name, part
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(E, N, K), as the dense weights'."""
+        return int(self.packed.shape[0]), int(self.packed.shape[2]), self.inputs
+
+    @property
+    def places(self) -> int:
+        """Kp, the inputs and the padding."""
+        return int(self.packed.shape[1]) * codes_per_word(self.bits)
+
+    @property
+    def symmetric(self) -> bool:
+        return self.zeros is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.scales.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for _, part in self.parts())
+
+    @cached_property
+    def structure(self) -> tuple[Any, ...]:
+        """What a contract looks at, hashable: all but the contents, which no check reads."""
+        parts = ((name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for name, t in self.parts())
+        return (self.bits, self.group_size, self.order, self.inputs, *parts)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All parts, in the order of `parts`: what a launch asks for their addresses."""
+        return tuple(part for _, part in self.parts())
+
+    def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "StackedWeight":
+        """The weight with `function` applied to each of its tensors."""
+        changed: dict[str, Any] = {name: function(part) for name, part in self.parts()}
+        return replace(self, **changed)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "StackedWeight":
+        """The weight on another device, its floating parts in another dtype."""
+        return self.map_tensors(lambda part: part.to(device, dtype if part.is_floating_point() else None))
+
+
+def stack(weights: Sequence[QuantizedWeight]) -> StackedWeight:
+    """Experts' weights as one, bit for bit.
+
+    Raises:
+        ValueError: An expert that is quantized unlike the first, or in a way that is not stacked: which, and what.
+    """
+    first = weights[0]
+    for number, weight in enumerate(weights):
+        if reason := _unlike(first, weight):
+            raise ValueError(f"expert {number} cannot stand beside expert 0: {reason}")
+    symmetric = all(weight.zeros is None for weight in weights)
+
+    def stacked(name: str) -> Any:
+        if name == "zeros":
+            return None if symmetric else torch.stack([zeros_of(weight) for weight in weights])
+        parts = [getattr(weight, name) for weight in weights]
+        return None if parts[0] is None else torch.stack(parts)
+
+    return StackedWeight(
+        **{name: stacked(name) for name in _PARTS},
+        bits=first.bits,
+        group_size=first.group_size,
+        order=first.order,
+        inputs=first.inputs,
+    )
+
+
+def _unlike(first: QuantizedWeight, weight: QuantizedWeight) -> str | None:
+    """What keeps a weight from being stacked upon the first; None where nothing does."""
+    if weight.coding != "uniform" or weight.outliers is not None:
+        return "codes with a table or outliers beside them are not stacked"
+    for name in ("shape", "places", "bits", "group_size", "dtype", "order"):
+        mine, theirs = getattr(first, name), getattr(weight, name)
+        if mine != theirs:
+            return f"its {name} is {theirs}, not {mine}"
+    if (first.permutation is None) != (weight.permutation is None):
+        return "only one of them is permuted"
+    return None
+
+
+def interleaved_experts(weight: Any) -> Any:
+    """The same weight with its codes interleaved, as kernels read them; a dense one as it is."""
+    if not isinstance(weight, StackedWeight) or weight.order == "interleaved":
+        return weight
+    order: Order = "interleaved"
+    high = None if weight.high is None else reordered(weight.high, 1, order)
+    return replace(weight, packed=reordered(weight.packed, low_bits(weight.bits), order), high=high, order=order)
+
+
+def dequantize_experts(weight: StackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The dense weights [E, N, K] in `dtype` (the weight's own by default), rounded once."""
+    return torch.stack([dequantize(weight.expert(number), dtype) for number in range(weight.shape[0])])
