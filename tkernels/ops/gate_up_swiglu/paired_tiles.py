@@ -13,6 +13,7 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.language import dot, wait_for_earlier_launches
+from tkernels.ops.activations import swiglu_of
 from tkernels.ops.arguments import pointers
 from tkernels.ops.products import order_of_tile, persistent_grid, prefetch_columns, tile_configs
 
@@ -89,7 +90,7 @@ def gate_up_swiglu_paired_tiles(
             up_weight = tl.load(gate_ptrs + up_rows + offs_k[None, :], mask=mask_weight, other=0.0)
             gate = dot(x, tl.trans(gate_weight), gate)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
             up = dot(x, tl.trans(up_weight), up)
-        out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+        out = swiglu_of(gate, up, 0.0, False).to(out_ptr.dtype.element_ty)
         out_ptrs = out_ptr + offs_m[:, None] * stride_out_t + offs_n[None, :]
         tl.store(out_ptrs, out, mask=mask_m[:, None] & mask_n[None, :])
 

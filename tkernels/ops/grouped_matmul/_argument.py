@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from tkernels.contract import Axes, ContractError, Tensor, Value, bind_axis, is_aligned
+from tkernels.contract import Axes, Axis, Choice, Constraint, ContractError, Int, Tensor, Value, bind_axis, is_aligned
 from tkernels.device import DeviceFacts
 from tkernels.inputs import dtype_name
+from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight
 
 DENSE_BITS = 0
@@ -28,6 +29,44 @@ def coding_of(weight: torch.Tensor | StackedWeight) -> dict[str, Value]:
         }
     return {"bits": DENSE_BITS, "group_size": 0, "padding": 0, "symmetric": True, "permuted": False,
             "order": "interleaved"}  # fmt: skip
+
+
+_PADDINGS = (0, 3, 11, 24, 27, 56)
+
+
+def coding_axes(inputs: Axis, prefix: str = "") -> tuple[Axis, ...]:
+    """The axes of `coding_of`, beside that of a weight's inputs. Values that are listed again are likelier draws."""
+    return (
+        Choice(f"{prefix}bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights"),
+        Choice(f"{prefix}permuted", (True, False, False), "whether codes lie in another order than inputs"),
+        inputs,
+        Int(f"{prefix}padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
+        Int(f"{prefix}group_size", 0, 2**24, (0, 16, 32, 128, 8, 64, 72, 136), "places that share a scale; 0 if dense"),
+        Choice(f"{prefix}symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
+        Choice(f"{prefix}order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
+    )
+
+
+def coding_rules(inputs: str, prefix: str = "") -> tuple[Constraint, ...]:
+    """How the axes of `coding_axes` go together."""
+    bits, permuted, padding, group_size, symmetric, order = (
+        f"{prefix}{name}" for name in ("bits", "permuted", "padding", "group_size", "symmetric", "order")
+    )
+    row = f"(32 if {bits} == 3 else 32 // ({bits} or 32))"  # the places that whole words stand for; 1 of dense weights
+    return tuple(
+        Constraint(text)
+        for text in (
+            f"{bits} or not {permuted}",
+            f"{permuted} or {inputs} % {row} == 0",
+            f"{permuted} or {padding} == 0",
+            f"({inputs} + {padding}) % {row} == 0",
+            f"({group_size} > 0) == ({bits} > 0)",
+            f"{group_size} % {row} == 0",
+            f"{group_size} == 0 or ({inputs} + {padding}) % {group_size} == 0",
+            f"{bits} or {symmetric}",
+            f"{bits} or {order} == 'interleaved'",
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -78,11 +117,12 @@ class ExpertWeights:
         axes |= {f"{self.prefix}{axis}": bound for axis, bound in coding_of(value).items()}
 
 
-def needs_interleaved(axes: Axes, device: DeviceFacts) -> str | None:
+def needs_interleaved(axes: Axes, device: DeviceFacts, prefix: str = "") -> str | None:
     """Why a variant that reads interleaved words cannot take these weights, or None where it can.
 
     Weights that are yet to be loaded have no order: `prepare` sees to it.
     """
-    if axes.get("order", "interleaved") == "interleaved":
+    order = axes.get(f"{prefix}order", "interleaved")
+    if order == "interleaved":
         return None
-    return f"its weights must be interleaved, not {axes['order']}: pass what tkernels.prepared(variant, weight) returns"
+    return f"its weights must be interleaved, not {order}: pass what tkernels.prepared(variant, weight) returns"

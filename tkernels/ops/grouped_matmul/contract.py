@@ -11,7 +11,7 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
-from tkernels.ops.grouped_matmul._argument import DENSE_BITS, ExpertWeights
+from tkernels.ops.grouped_matmul._argument import DENSE_BITS, ExpertWeights, coding_axes, coding_rules
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
@@ -246,9 +246,6 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
     return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
 
 
-_INPUTS = (8, 64, 37, 72, 136)
-_ROW = "(32 if bits == 3 else 32 // (bits or 32))"  # the places that whole words stand for; 1 of dense weights
-_PADDINGS = (0, 3, 11, 24, 27, 56)
 _TOKENS, _CHOICES = (0, 1, 2, 3, 9, 20), (1, 2, 4)
 _ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 16) for each in (1, *_CHOICES)}))
 
@@ -263,15 +260,9 @@ CONTRACT = Contract(
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         Int("X", 0, 2**31 - 1, _ROWS, "rows of x: one for each token, or one for each pair", batch=True),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
-        Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights"),
-        Choice("permuted", (True, False, False), "whether codes lie in another order than inputs"),
-        Int("C", 1, 2**24, _INPUTS, "input features", wide=(640,)),
-        Int("padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
-        Int("group_size", 0, 2**24, (0, 16, 32, 128, 8, 64, 72, 136), "places that share a scale; 0 of dense weights"),
+        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
         dtype_axis("activation"),
         dtype_axis("weight"),
-        Choice("symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
-        Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
         Int("tile", 16, 256, (16, 32, 64), "pairs of a tile"),
         Choice("bias", (False, True)),
         Choice("combine", (False, True), "whether a token's results are one"),
@@ -286,16 +277,7 @@ CONTRACT = Contract(
         Constraint("T * K < 2**31"),
         Constraint("X == T or X == T * K"),
         Constraint("tile & (tile - 1) == 0"),
-        Constraint("bits or not permuted"),
-        Constraint(f"permuted or C % {_ROW} == 0"),
-        Constraint("permuted or padding == 0"),
-        Constraint(f"(C + padding) % {_ROW} == 0"),
-        Constraint("bits or group_size == 0"),
-        Constraint("not bits or group_size > 0"),
-        Constraint(f"group_size % {_ROW} == 0"),
-        Constraint("group_size == 0 or (C + padding) % group_size == 0"),
-        Constraint("bits or symmetric"),
-        Constraint("bits or order == 'interleaved'"),
+        *coding_rules("C"),
         Constraint("weight == activation"),
     ),
     arguments={

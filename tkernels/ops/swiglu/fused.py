@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tkernels import Config, Run, Variant
 from tkernels.language import wait_for_earlier_launches
+from tkernels.ops.activations import limit_arguments, swiglu_of
 from tkernels.ops.arguments import pointers
 
 CONFIGS = (
@@ -29,6 +30,8 @@ def swiglu_fused(
     stride_gate_up_t,
     tokens,
     width,
+    limit,
+    CLAMPED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
@@ -39,11 +42,11 @@ def swiglu_fused(
     gate_ptrs = gate_up_ptr + rows[:, None] * stride_gate_up_t + columns[None, :]
     gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)  # [BLOCK_T, BLOCK_I]
     up = tl.load(gate_ptrs + width, mask=mask).to(tl.float32)
-    out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+    out = swiglu_of(gate, up, limit, CLAMPED).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows[:, None] * stride_out_t + columns[None, :], out, mask=mask)
 
 
-def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
+def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor, limit: float | None) -> None:
     tokens, width = out.shape
     run.launch(
         swiglu_fused,
@@ -51,6 +54,7 @@ def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
         **pointers("out[t] gate_up[t]", out, gate_up),
         tokens=tokens,
         width=width,
+        **limit_arguments(limit),
         **run.config,
     )
 

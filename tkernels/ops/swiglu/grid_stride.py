@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tkernels import Config, Run, Variant
+from tkernels.ops.activations import limit_arguments, swiglu_of
 from tkernels.ops.arguments import pointers
 
 CONFIGS = tuple(
@@ -29,6 +30,8 @@ def swiglu_grid_stride(
     tiles,
     tiles_per_row,
     programs,
+    limit,
+    CLAMPED: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -39,11 +42,11 @@ def swiglu_grid_stride(
         gate_ptrs = gate_up_ptr + row * stride_gate_up_t + columns
         gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)  # [BLOCK_I]
         up = tl.load(gate_ptrs + width, mask=mask).to(tl.float32)
-        out = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+        out = swiglu_of(gate, up, limit, CLAMPED).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + row * stride_out_t + columns, out, mask=mask)
 
 
-def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
+def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor, limit: float | None) -> None:
     tokens, width = out.shape
     block = run.config["BLOCK_I"]
     tiles_per_row = triton.cdiv(width, block)
@@ -57,6 +60,7 @@ def launch(run: Run, out: torch.Tensor, gate_up: torch.Tensor) -> None:
         tiles=tiles,
         tiles_per_row=tiles_per_row,
         programs=programs,
+        **limit_arguments(limit),
         BLOCK_I=block,
         STAGES=run.config.num_stages,
     )
