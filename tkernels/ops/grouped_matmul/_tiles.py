@@ -25,6 +25,18 @@ def pairs_of_tile(order_ptr, starts_ptr, tile_start_ptr, tile, expert, BLOCK_M: 
 
 
 @triton.jit
+def place_of_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(tile of pairs, tile of outputs) of a program's next tile: GROUP_M tiles of pairs before the next outputs.
+
+    Tiles of one expert follow each other, so what runs at once shares its weight in the L2 cache.
+    """
+    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+    depth = min(GROUP_M, tiles_m - first_m)
+    inside = tile % (GROUP_M * tiles_n)
+    return first_m + inside % depth, inside // depth
+
+
+@triton.jit
 def expert_sums(
     x_ptrs, mask_m, weight_ptrs, mask_n, inputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):

@@ -1,4 +1,4 @@
-"""One program multiplies a tile of one expert's pairs with a tile of its outputs; their rows are gathered and scattered.
+"""One program multiplies a tile of one expert's pairs with a tile of its outputs, gathering and scattering rows.
 
 Wins where experts have a few pairs each: an expert's weight is read once for all of them, and no row is copied into an
 order of its own first. Only a tile's index table is padded, never what is read or written. Programs that run together
@@ -131,8 +131,8 @@ VARIANT = Variant(
     workspace=workspace,
     supports=needs_dense,
     # By reasoning, not measured: 128 outputs deep enough that a tile of 16 pairs is nothing beside the weight's bytes.
-    # One default for every T, or a row's bits would depend on the batch. gfx942 has 64 kB of shared memory. Interpreted,
-    # tiles are the smallest legal ones, so that shapes of the tests cross them.
+    # One default for every T, or a row's bits would depend on the batch. gfx942 has 64 kB of shared memory.
+    # Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.
     default={
         "": Config(BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
         "sm_90": Config(BLOCK_N=128, BLOCK_K=64, num_warps=8, num_stages=4),
