@@ -138,3 +138,13 @@ def needs_codes(axes: Axes, device: DeviceFacts) -> str | None:
     if not axes.get("bits", DENSE_BITS):
         return "its weights are codes, not dense"
     return needs_interleaved(axes, device)
+
+
+MOST_PAIRS = 64
+"""Pairs of a variant that reads an expert's weight once for each of them."""
+
+
+def too_many_pairs(axes: Axes) -> str | None:
+    """Why a variant that takes pairs one by one does not take so many, or None where it does."""
+    pairs = int(axes["T"]) * int(axes["K"])
+    return f"it takes up to {MOST_PAIRS} pairs one by one, not T K = {pairs}" if pairs > MOST_PAIRS else None
