@@ -85,7 +85,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_codes(axes, device) or too_many_pairs(axes)
+    return needs_codes(axes) or too_many_pairs(axes)
 
 
 VARIANT = Variant(

@@ -3,7 +3,7 @@
 Wins from a few pairs for each expert on: the codes of an expert are read and unpacked once for all of them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -66,6 +66,36 @@ def grouped_matmul_dequant_padded_tiles(
         store_pairs(out_ptr, stride_out_m, sums, pairs, mask_m, offs_n, mask_n)
 
 
+def launch_dequant_tiles(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: StackedWeight,
+    experts: torch.Tensor,
+    tile: int,
+    tables: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> None:
+    """Launches the products of all pairs, [T K, N]. tables: order, starts, tile_expert, tile_start."""
+    block_n, block_k = blocks(run.config, x, tile)
+    outputs = weight.shape[1]
+    run.launch(
+        grouped_matmul_dequant_padded_tiles,
+        (tables[2].shape[0], triton.cdiv(outputs, block_n)),
+        **pointers("out[m] x[m] bias", out, x, bias),
+        **codes_arguments(weight, block_k // codes_per_word(weight.bits)),
+        **tile_arguments(*tables),
+        stride_bias_e=0 if bias is None else bias.stride(0),
+        outputs=outputs,
+        places=weight.places,
+        pairs_of_row=pairs_of_row(x, experts),
+        magic=magic_of(weight.dtype),
+        BLOCK_M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+
+
 def launch(
     run: Run,
     out: torch.Tensor,
@@ -80,23 +110,8 @@ def launch(
     bias: torch.Tensor | None,
     combine: torch.Tensor | None,
 ) -> None:
-    block_n, block_k = blocks(run.config, x, tile)
-    outputs = weight.shape[1]
-    run.launch(
-        grouped_matmul_dequant_padded_tiles,
-        (tile_expert.shape[0], triton.cdiv(outputs, block_n)),
-        **pointers("out[m] x[m] bias", products_of(run, out, combine), x, bias),
-        **codes_arguments(weight, block_k // codes_per_word(weight.bits)),
-        **tile_arguments(order, starts, tile_expert, tile_start),
-        stride_bias_e=0 if bias is None else bias.stride(0),
-        outputs=outputs,
-        places=weight.places,
-        pairs_of_row=pairs_of_row(x, experts),
-        magic=magic_of(weight.dtype),
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
+    products, tables = products_of(run, out, combine), (order, starts, tile_expert, tile_start)
+    launch_dequant_tiles(run, products, x, weight, experts, tile, tables, bias)
     combine_products(run, out, experts, combine)
 
 
@@ -104,12 +119,16 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     return products_workspace(axes)
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs_codes(axes)
+
+
 VARIANT = Variant(
     wins="codes, from a few pairs for each expert on",
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    supports=needs_codes,
+    supports=supports,
     prepare=interleaved_experts,
     # By reasoning, not measured: as dequant_gemm's tiled. Interpreted, tiles are the smallest legal ones.
     default={

@@ -134,7 +134,7 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_dense(axes, device) or too_many_pairs(axes)
+    return needs_dense(axes) or too_many_pairs(axes)
 
 
 VARIANT = Variant(
