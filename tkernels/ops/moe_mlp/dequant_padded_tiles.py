@@ -19,13 +19,13 @@ from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_tile, 
 from tkernels.ops.grouped_matmul.dequant_padded_tiles import launch_dequant_tiles
 from tkernels.ops.grouped_matmul.padded_tiles import blocks
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
-from tkernels.ops.products import order_of_tile, tile_configs
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
 
-CONFIGS = tile_configs(
-    (
+CONFIGS = tuple(
+    Config(BLOCK_PAIRS=pairs, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
+    for pairs, columns, depth, warps, stages in (
         (16, 32, 128, 4, 3),
         (16, 64, 64, 4, 4),
         (16, 64, 128, 4, 3),
@@ -82,7 +82,7 @@ def launch(
     down_bias: torch.Tensor | None,
     limit: float | None,
 ) -> None:
-    tile = run.config["BLOCK_M"]
+    tile = run.config["BLOCK_PAIRS"]
     tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
     block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
     pairs, width = run.workspace["activated"], down.shape[2]
@@ -107,7 +107,7 @@ def launch(
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    return fused_buffers(axes, config["BLOCK_M"], device)
+    return fused_buffers(axes, config["BLOCK_PAIRS"], device)
 
 
 VARIANT = Variant(
@@ -119,13 +119,13 @@ VARIANT = Variant(
     prepare=interleaved_experts,
     # By reasoning, not measured: a group of 128 deep. Interpreted, tiles are the smallest legal ones.
     default={
-        "": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
-        "sm_90": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4),
-        "gfx942": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
-        "interpreter": Config(BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
+        "": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_PAIRS=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
     },
     key=("T", "K", "E", "H", "I", "gate_up_bits", "down_bits", "gate_up_group_size", "down_group_size"),
-    sum_order=order_of_tile,
+    sum_order=lambda config: (config["BLOCK_K"], config["BLOCK_PAIRS"] >= 64),
     deterministic=True,
     batch_invariant=True,
 )

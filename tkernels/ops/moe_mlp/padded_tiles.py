@@ -17,11 +17,11 @@ from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_tile, store_pairs, tile_arguments
 from tkernels.ops.grouped_matmul.padded_tiles import blocks, launch_tiles
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_dense
-from tkernels.ops.products import order_of_tile, tile_configs
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert
 
-CONFIGS = tile_configs(
-    (
+CONFIGS = tuple(
+    Config(BLOCK_PAIRS=pairs, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
+    for pairs, columns, depth, warps, stages in (
         (16, 32, 128, 4, 3),
         (16, 64, 64, 4, 4),
         (16, 64, 128, 4, 3),
@@ -111,7 +111,7 @@ def launch(
     down_bias: torch.Tensor | None,
     limit: float | None,
 ) -> None:
-    tile = run.config["BLOCK_M"]
+    tile = run.config["BLOCK_PAIRS"]
     tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
     block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
     pairs, width = run.workspace["activated"], down.shape[2]
@@ -134,7 +134,7 @@ def launch(
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
-    return fused_buffers(axes, config["BLOCK_M"], device)
+    return fused_buffers(axes, config["BLOCK_PAIRS"], device)
 
 
 VARIANT = Variant(
@@ -147,12 +147,12 @@ VARIANT = Variant(
     # pairs for each expert. One default for every T, or a row's bits would depend on the batch. gfx942 has 64 kB of
     # shared memory. Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.
     default={
-        "": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4),
-        "gfx942": Config(BLOCK_M=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
-        "interpreter": Config(BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, num_warps=4, num_stages=2),
+        "": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_PAIRS=16, BLOCK_N=16, BLOCK_K=32, num_warps=4, num_stages=2),
     },
     key=("T", "K", "E", "H", "I"),
-    sum_order=order_of_tile,
+    sum_order=lambda config: (config["BLOCK_K"], config["BLOCK_PAIRS"] >= 64),
     deterministic=True,
     batch_invariant=True,
 )
