@@ -12,6 +12,7 @@ import torch
 
 import tkernels
 from tkernels.ops.sample.contract import baseline as torch_sample
+from tkernels.quantized.stacked import StackedWeight, dequantize_experts
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import judge
@@ -63,9 +64,12 @@ def gelu(x: Tensor, *, tanh: bool = False) -> Tensor:
     return (wide * (share if tanh else torch.erfc(-wide / 2**0.5) / 2)).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, limit: float | None = None) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (up * (gate * (0.5 + 0.5 * torch.tanh(gate / 2)))).to(gate_up.dtype)  # sigmoid by another identity
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+    half = gate * (0.5 if limit is None else 0.851)
+    return (up * (gate * (0.5 + 0.5 * torch.tanh(half)))).to(gate_up.dtype)  # sigmoid by another identity
 
 
 def qk_norm_rope(
@@ -379,6 +383,39 @@ def sort_by_expert(experts: Tensor, num_experts: int, tile: int) -> tuple[Tensor
     return order, starts, whose, where
 
 
+def grouped_matmul(
+    x: Tensor, weight: Tensor | StackedWeight, experts: Tensor, order: Tensor, starts: Tensor, tile: int,
+    tile_expert: Tensor, tile_start: Tensor, *, bias: Tensor | None = None, combine: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """A pair at a time, by `matmul`; a token's pairs in fp32 until their sum is rounded."""
+    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    top_k, each = experts.shape[1], experts.numel() // max(len(x), 1)
+    out = torch.full((experts.numel(), dense.shape[1]), math.nan)
+    for pair, expert in enumerate(experts.flatten().tolist()):
+        if expert >= 0:
+            own = None if bias is None else bias[expert].float()
+            out[pair] = matmul(x[pair // each : pair // each + 1].float(), dense[expert].float(), own)[0]
+    if combine is None:
+        return out.to(x.dtype)
+    weights = torch.where(experts < 0, 0, combine).unsqueeze(2)
+    return (out.unflatten(0, (-1, top_k)).nan_to_num(0) * weights).sum(1).to(x.dtype)
+
+
+def moe_mlp(
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor | StackedWeight, down: Tensor | StackedWeight, *,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None,
+) -> Tensor:  # fmt: skip
+    tables = (torch.empty(0),) * 2
+    first, second = (
+        dequantize_experts(one, x.dtype).float() if isinstance(one, StackedWeight) else one.float()
+        for one in (gate_up, down)
+    )
+    biases = [None if one is None else one.float() for one in (gate_up_bias, down_bias)]
+    pairs = grouped_matmul(x.float(), first, experts, *tables, 16, *tables, bias=biases[0])
+    pairs = swiglu(pairs, limit=limit).to(x.dtype).float()  # [T K, I]
+    return grouped_matmul(pairs, second, experts, *tables, 16, *tables, bias=biases[1], combine=weights).to(x.dtype)
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -407,6 +444,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "logprobs": logprobs,
     "route": route,
     "sort_by_expert": sort_by_expert,
+    "grouped_matmul": grouped_matmul,
+    "moe_mlp": moe_mlp,
 }
 
 

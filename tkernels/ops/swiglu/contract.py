@@ -53,7 +53,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     # A huge gate saturates the sigmoid at both ends; a huge up beside it would overflow fp16 in any implementation, and
     # of a faint one nothing would be left.
     up = draws.normal(shape, dtype, "ordinary" if axes["values"] in ("huge", "outlier", "faint") else axes["values"])
-    limit = float(axes["limit"]) or None
+    limit = float(axes.get("limit", 0)) or None
     return {"gate_up": draws.laid_out(torch.cat((gate, up), dim=-1), axes["layout"]), "limit": limit}
 
 

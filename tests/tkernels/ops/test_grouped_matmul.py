@@ -1,0 +1,183 @@
+"""grouped_matmul: every pair meets its own expert and nobody else's, in any dtype and coding, and faults are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tkernels.ops.test_quantized_weight import drawn
+from tests.tkernels.outside import write_copy
+from tkernels import OPS, ContractError, UnsupportedError
+from tkernels.device import INTERPRETER, TARGETS
+from tkernels.ops.grouped_matmul import _tiles
+from tkernels.ops.grouped_matmul._argument import coding_of
+from tkernels.ops.grouped_matmul.contract import CONTRACT
+from tkernels.ops.sort_by_expert import contract as sort_by_expert
+from tkernels.quantized.stacked import dequantize_experts, interleaved_experts, stack
+from tkernels.verification.check import drawn_results
+
+OP = OPS["grouped_matmul"]
+DENSE = [name for name in OP.variants if not name.startswith("dequant")]
+EVERY = pytest.mark.parametrize("variant", DENSE)
+
+
+def call(
+    variant: str, x: torch.Tensor, weight: Any, rows: list[list[int]], tile: int = 16, **options: Any
+) -> torch.Tensor:
+    experts = torch.tensor(rows, dtype=torch.int32).view(len(rows), -1)
+    order, starts, tile_expert, tile_start = sort_by_expert.reference(experts, weight.shape[0], tile)
+    return OP.variants[variant](x, weight, experts, order, starts, tile, tile_expert, tile_start, **options)
+
+
+def by_pairs(x: torch.Tensor, weight: torch.Tensor, rows: list[list[int]]) -> list[torch.Tensor | None]:
+    """Each pair's product in float64, None for a pair that is left out."""
+    pairs = [expert for row in rows for expert in row]
+    each = len(pairs) // len(x)
+    return [
+        None if expert < 0 else weight[expert].double() @ x[pair // each].double() for pair, expert in enumerate(pairs)
+    ]
+
+
+@EVERY
+@pytest.mark.parametrize("per_pair", [False, True])
+def test_each_pair_meets_its_expert(variant: str, per_pair: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = [[3, 0], [1, 3], [-1, 3], [2, 1], *([[3, 0]] * 15)]
+    x = torch.randn((2 * len(rows) if per_pair else len(rows), 40), generator=generator)
+    weight = torch.randn((4, 24, 40), generator=generator)
+    out = call(variant, x, weight, rows)
+    for pair, expected in enumerate(by_pairs(x, weight, rows)):
+        if expected is not None:
+            torch.testing.assert_close(out[pair].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@EVERY
+def test_a_tokens_choices_are_added_up_and_those_left_out_are_not(variant: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = [[2, 0, -1], [-1, -1, -1], [1, 2, 0]]
+    x = torch.randn((9, 24), generator=generator)
+    weight, bias = torch.randn((3, 8, 24), generator=generator), torch.randn((3, 8), generator=generator)
+    combine = torch.rand((3, 3), generator=generator)
+    out = call(variant, x, weight, rows, bias=bias, combine=combine)
+    expected = torch.zeros((3, 8), dtype=torch.float64)
+    for pair, own in enumerate(by_pairs(x, weight, rows)):
+        if own is not None:
+            expected[pair // 3] += combine[pair // 3, pair % 3] * (own + bias[rows[pair // 3][pair % 3]])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert out[1].tolist() == [0] * 8
+
+
+@EVERY
+def test_no_tokens_are_no_result(variant: str) -> None:
+    x, weight = torch.randn((0, 24)), torch.randn((3, 8, 24))
+    experts = torch.zeros((0, 2), dtype=torch.int32)
+    tables = sort_by_expert.reference(experts, 3, 16)
+    out = OP.variants[variant](x, weight, experts, *tables[:2], 16, *tables[2:])
+    assert out.shape == (0, 8)
+
+
+@pytest.mark.parametrize("variant", ["dequant_padded_tiles", "dequant_gemv"])
+def test_codes_of_each_expert_are_its_own(variant: str) -> None:
+    weight = interleaved_experts(stack([drawn(seed) for seed in range(3)]))
+    rows, x = [[1, 0], [2, 1], [-1, 2]], torch.randn((3, 64), generator=torch.Generator().manual_seed(2))
+    out = call(variant, x, weight, rows)
+    for pair, expected in enumerate(by_pairs(x, dequantize_experts(weight), rows)):
+        if expected is not None:
+            torch.testing.assert_close(out[pair].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, weight, rows = torch.randn((3, 24)), torch.randn((3, 8, 24)), [[1, 0], [2, 1], [-1, 2]]
+    with pytest.raises(ContractError, match="K <= E does not hold for E = 1, K = 2"):
+        call("torch", x, weight[:1], [[0, 0]] * 3)
+    experts = torch.tensor(rows, dtype=torch.int32)
+    tables = sort_by_expert.reference(experts, 3, 16)
+    with pytest.raises(ContractError, match="argument 'starts' gives E = 3, but E = 4"):
+        OP.variants["torch"](x, torch.randn((4, 8, 24)), experts, *tables[:2], 16, *tables[2:])
+    with pytest.raises(ContractError, match=r"X == T or X == T \* K does not hold"):
+        call("torch", torch.randn((5, 24)), weight, rows)
+    with pytest.raises(ContractError, match="must be a tensor .* or a StackedWeight, got list"):
+        OP.variants["torch"](x, [weight], *[torch.zeros(1)] * 3, 16, *[torch.zeros(1)] * 2)
+    codes = stack([drawn(seed) for seed in range(3)])
+    with pytest.raises(UnsupportedError, match="its weights must be interleaved, not sequential"):
+        call("dequant_gemv", torch.randn((3, 64)), codes, rows)
+    with pytest.raises(UnsupportedError, match="its weights are dense, not codes of 4 bits"):
+        call("padded_tiles", torch.randn((3, 64)), codes, rows)
+    with pytest.raises(UnsupportedError, match="its weights are codes, not dense"):
+        call("dequant_gemv", x, weight, rows)
+    with pytest.raises(UnsupportedError, match=r"it takes up to 64 pairs one by one, not T K = 66"):
+        call("gemv_per_pair", torch.randn((33, 24)), weight, rows * 11)
+
+
+def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
+    codes = stack(
+        [drawn(0, bits=3, permuted=True, K=72, padding=24), drawn(1, bits=3, permuted=True, K=72, padding=24)]
+    )
+    expected = {"bits": 3, "group_size": 32, "padding": 24, "symmetric": False, "permuted": True, "order": "sequential"}
+    assert coding_of(codes) == expected
+    assert coding_of(torch.zeros(1))["bits"] == 0
+
+
+def test_bytes_are_those_of_the_distinct_experts() -> None:
+    point = {**CONTRACT.benchmarks["T=64,Qwen3-30B-A3B,down"], "N": 16, "C": 32}
+    points = [
+        CONTRACT.draw_axes(lambda name, values: values[0], {**point, "routing": routing})
+        for routing in ("one_takes_all", "uniform")
+    ]
+    alike, spread = (CONTRACT.case(axes, 0) for axes in points)
+    distinct = [int(case.inputs["experts"].unique().numel()) for case in (alike, spread)]
+    assert spread.bytes_moved - alike.bytes_moved == (distinct[1] - distinct[0]) * 16 * 32 * 2
+    assert alike.flops == spread.flops == 2 * 64 * 8 * 16 * 32
+
+
+FAULTS = {
+    "padding_rows_are_written": ("mask = places < tl.load(starts_ptr + expert + 1)", "mask = places >= 0"),
+    "the_neighbours_combine_weight": ("stride_combine_t + choice)", "stride_combine_t + top_k - 1 - choice)"),
+    "nobodys_pairs_count": ("stride_experts_t + choice) >= 0", "stride_experts_t + choice) >= -1"),
+    "the_next_experts_bias": ("expert.to(tl.int64) * stride_bias_e", "(expert // 2).to(tl.int64) * stride_bias_e"),
+    "the_order_of_places": ("other=0), mask", "other=0) // 2 * 2, mask"),
+    "rows_in_their_sorted_order": (
+        "pairs.to(tl.int64)[:, None] * stride_out_m",
+        "(pairs - pairs % 2).to(tl.int64)[:, None] * stride_out_m",
+    ),
+    "sums_begin_at_the_last_choice": ("for choice in range(top_k)", "for choice in range(1, top_k)"),
+}
+
+
+def with_fault(folder: Path, *changes: tuple[str, str]) -> set[str]:
+    """How a copy of padded_tiles, with the device functions in its own file, fares with changes in these."""
+    source = Path(_tiles.__file__).read_text()
+    helpers = source[source.index("COMBINED_AT_A_TIME") :]
+    for before, after in changes:
+        assert before in helpers, before
+        helpers = helpers.replace(before, after)
+    helpers = helpers.replace("grouped_matmul_combine", "grouped_matmul_planted_combine")
+    text = OP.variants["padded_tiles"].file.read_text()
+    start = text.index("from tkernels.ops.grouped_matmul._tiles import (")
+    imports = text[start : text.index(")\n", start) + 2]
+    more = "from typing import Any\nfrom tkernels.language import dot\nfrom tkernels.workspace import Buffer\n"
+    write_copy(
+        folder, "grouped_matmul.padded_tiles", "planted", (imports, more), ("CONFIGS = ", f"{helpers}\n\nCONFIGS = ")
+    )
+    wrong = OPS.with_variants_from(folder)["grouped_matmul"].variants["planted"]
+    return {result.status for result in drawn_results(wrong, 20)}
+
+
+def test_a_copy_without_a_fault_is_right(tmp_path: Path) -> None:
+    assert with_fault(tmp_path) == {"ok"}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
+    assert with_fault(tmp_path, FAULTS[fault]) & {"wrong", "failed"}
+
+
+def test_variants_are_for_devices_that_have_what_they_need() -> None:
+    axes = {**CONTRACT.benchmarks["T=4096,Qwen3-30B-A3B,up"], "weight_aligned": True}
+    boxes = OP.variants["tensor_descriptor"]
+    assert boxes.supports(axes, TARGETS["sm_90"]) is None
+    assert "from sm_90 on" in str(boxes.supports(axes, TARGETS["sm_80"]))
+    assert "16 bytes" in str(boxes.supports({**axes, "weight_aligned": False}, INTERPRETER))
