@@ -18,6 +18,8 @@ from tkernels.device import INTERPRETER
 from tkernels.inputs import widen_floats
 from tkernels.verification.check import drawn_results
 from tkernels.verification.draws import chooser
+from tkernels.verification.sanitizers.base import sanitized
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 OP = OPS["route"]
 CONTRACT = OP.contract
@@ -198,3 +200,10 @@ def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     write_copy(tmp_path, "route.rows_per_program", "planted", FAULTS[fault])
     wrong = OPS.with_variants_from(tmp_path)["route"].variants["planted"]
     assert {result.status for result in drawn_results(wrong, 20)} & {"wrong", "failed"}
+
+
+def test_an_int32_offset_overflows_and_is_found(tmp_path: Path) -> None:
+    write_copy(tmp_path, "route.rows_per_program", "planted", ("tl.program_id(0).to(tl.int64)", "tl.program_id(0)"))
+    wrong = OPS.with_variants_from(tmp_path)["route"].variants["planted"]
+    found = [one.message for one in sanitized(SANITIZERS["overflow"], wrong, 4) if one is not None]
+    assert any("int32 overflow" in one for one in found)

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.tkernels.outside import write_copy
-from tkernels import OPS, Config, ContractError, Run, UnsupportedError
+from tkernels import OPS, Config, ContractError, Run, UnsupportedError, Variant
 from tkernels.device import INTERPRETER, TARGETS
 from tkernels.launch import jit_door
 from tkernels.ops.sort_by_expert import _pairs
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert, table_buffers
 from tkernels.verification.check import drawn_results
+from tkernels.verification.sanitizers.base import sanitized
+from tkernels.verification.sanitizers.suite import SANITIZERS
 
 OP = OPS["sort_by_expert"]
 EVERY = pytest.mark.parametrize("variant", list(OP.variants))
@@ -148,8 +150,8 @@ FAULTS = {
 }
 
 
-def with_fault(folder: Path, original: str, *changes: tuple[str, str]) -> set[str]:
-    """How a copy of a variant, with the device functions in its own file, fares with changes in these."""
+def with_fault(folder: Path, original: str, *changes: tuple[str, str]) -> Variant:
+    """A copy of a variant, with the device functions in its own file and changes in these."""
     source = Path(_pairs.__file__).read_text()
     helpers = source[source.index("@triton.jit") :]
     for before, after in changes:
@@ -158,16 +160,25 @@ def with_fault(folder: Path, original: str, *changes: tuple[str, str]) -> set[st
     text = OP.variants[original].file.read_text()
     line = next(line for line in text.splitlines() if "_pairs import" in line)
     write_copy(folder, f"sort_by_expert.{original}", "planted", (line, ""), ("CONFIGS = ", f"{helpers}\n\nCONFIGS = "))
-    wrong = OPS.with_variants_from(folder)["sort_by_expert"].variants["planted"]
-    return {result.status for result in drawn_results(wrong, 20)}
+    return OPS.with_variants_from(folder)["sort_by_expert"].variants["planted"]
+
+
+def statuses(variant: Variant) -> set[str]:
+    return {result.status for result in drawn_results(variant, 20)}
 
 
 @pytest.mark.parametrize("original", ["one_program", "histogram"])
 def test_a_copy_without_a_fault_is_right(original: str, tmp_path: Path) -> None:
-    assert with_fault(tmp_path, original) == {"ok"}
+    assert statuses(with_fault(tmp_path, original)) == {"ok"}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, tmp_path: Path) -> None:
     original = ("one_program", "histogram")[list(FAULTS).index(fault) % 2]
-    assert with_fault(tmp_path, original, FAULTS[fault]) & {"wrong", "failed"}
+    assert statuses(with_fault(tmp_path, original, FAULTS[fault])) & {"wrong", "failed"}
+
+
+def test_an_int32_offset_overflows_and_is_found(tmp_path: Path) -> None:
+    wrong = with_fault(tmp_path, "one_program", ("(offs // TOP_K).to(tl.int64)", "(offs // TOP_K)"))
+    found = [one.message for one in sanitized(SANITIZERS["overflow"], wrong, 4) if one is not None]
+    assert any("int32 overflow" in one for one in found)
