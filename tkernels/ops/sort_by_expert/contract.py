@@ -100,7 +100,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="auto",
     benchmarks={
         f"T={tokens},K={top_k},E={experts}": _benchmark(tokens, top_k, experts)
         for tokens in (1, 8, 64, 256, 4096, 32768)
