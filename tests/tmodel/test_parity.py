@@ -167,7 +167,8 @@ def transformers_logits(directory: Path, sequences: Sequence[torch.Tensor], dtyp
     """[rows, vocab] over all sequences, each alone."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # the others have no float64
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **experts)
     with torch.inference_mode():
         return torch.cat([model(input_ids=tokens[None]).logits[0] for tokens in sequences])
 
