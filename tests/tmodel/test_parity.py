@@ -149,8 +149,8 @@ def random_model(
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1 and name.endswith("weight"):  # a norm's
                 parameter.copy_(1 + 0.4 * noise)
-            elif parameter.ndim == 2:
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+            elif parameter.ndim >= 2:
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(0.3 * noise)
     shards = {"max_shard_size": "60KB"} if model.config.num_hidden_layers == 3 else {}
