@@ -1,7 +1,5 @@
 """What the ops of mixtures of experts share on the host: drawn routings, and the sizes that follow from a routing."""
 
-from collections.abc import Sequence
-
 import torch
 
 from tkernels.inputs import Draws
@@ -13,7 +11,7 @@ come near on the text of one field; the first for every token; the first for non
 DROPPED = -1
 """In place of an expert: a pair of token and choice that nobody computes, as padding's, or another device's expert."""
 
-TILES = (16, 32, 64, 128, 256)
+TILES = (16, 32, 64, 128)
 """Pairs of one expert that may be multiplied as one tile of rows."""
 
 TILES_DIM = "(T*K+min(T*K,E)*(tile-1))//tile"
@@ -47,9 +45,9 @@ def distinct_experts(experts: torch.Tensor) -> int:
     return int(experts[experts >= 0].unique().numel())
 
 
-def tile_of_pairs(pairs: int, experts: int, tiles: Sequence[int] = TILES[:4]) -> int:
+def tile_of_pairs(pairs: int, experts: int) -> int:
     """The tile for so many pairs: the smallest that holds an expert's mean share of them, or the largest there is.
 
     By reasoning. Smaller ones read an expert's weight more often than once; larger ones are mostly padding.
     """
-    return next((tile for tile in tiles if tile * experts >= pairs), tiles[-1])
+    return next((tile for tile in TILES if tile * experts >= pairs), TILES[-1])

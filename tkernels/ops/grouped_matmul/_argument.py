@@ -126,3 +126,15 @@ def needs_interleaved(axes: Axes, device: DeviceFacts, prefix: str = "") -> str 
     if order == "interleaved":
         return None
     return f"its weights must be interleaved, not {order}: pass what tkernels.prepared(variant, weight) returns"
+
+
+def needs_dense(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a variant that multiplies numbers, not codes, cannot take these weights, or None where it can."""
+    return f"its weights are dense, not codes of {axes['bits']} bits" if axes.get("bits", DENSE_BITS) else None
+
+
+def needs_codes(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a variant that unpacks codes cannot take these weights, or None where it can."""
+    if not axes.get("bits", DENSE_BITS):
+        return "its weights are codes, not dense"
+    return needs_interleaved(axes, device)

@@ -43,7 +43,7 @@ def reference(
         experts: [T, K] int32 in [-1, E), free row stride; -1: the pair is left out.
         order, starts, tile_expert, tile_start: What sort_by_expert makes of `experts` with this `tile`, contiguous.
             They say nothing that `experts` does not: they are how the work is cut.
-        tile: Pairs of one expert that are multiplied at once: 16, 32, 64, 128 or 256.
+        tile: Pairs of one expert that are multiplied at once: 16, 32, 64 or 128.
         bias: [E, N], as x.
         combine: [T, K] float32, free row stride: what each pair counts. The K results of a token are then one, the sum
             over k of combine[t, k] * out[t K + k] in the order of k, rounded once; pairs that are left out are no part
@@ -263,7 +263,7 @@ CONTRACT = Contract(
         *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
         dtype_axis("activation"),
         dtype_axis("weight"),
-        Int("tile", 16, 256, (16, 32, 64), "pairs of a tile"),
+        Int("tile", 16, 128, (16, 32, 64), "pairs of a tile"),
         Choice("bias", (False, True)),
         Choice("combine", (False, True), "whether a token's results are one"),
         Choice("dropped", (False, True), "whether some pairs have no expert"),

@@ -36,14 +36,12 @@ def composed(
     return grouped_matmul(pairs, down, *routing, bias=down_bias, combine=weights)  # [T, H]
 
 
-_TILE = (TILES[0], TILES[-1])
-
 VARIANT = Variant(
     wins="where the best grouped_matmul is ahead by more than the traffic that a fusion saves",
     parts=("sort_by_expert", "grouped_matmul", "swiglu"),
     part_axes={
-        "sort_by_expert": {"tile": _TILE},
-        "grouped_matmul": {"tile": _TILE},
+        "sort_by_expert": {"tile": TILES[-1]},
+        "grouped_matmul": {"tile": TILES[-1]},
         "swiglu": {"T": "T*K"},
     },
     function=composed,

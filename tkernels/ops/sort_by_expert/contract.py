@@ -18,7 +18,7 @@ def reference(
         experts: [T, K] int32 in [-1, num_experts), free row stride: pair t * K + k is token t's choice k, by the
             expert that computes it; -1 for nobody. Other values are undefined: nobody looks.
         num_experts: E, how many there are.
-        tile: 16, 32, 64, 128 or 256.
+        tile: 16, 32, 64 or 128.
 
     Returns:
         order [T * K] int32: the pairs of expert 0, of expert 1 and so on, those of one expert ascending (the sort is
@@ -80,7 +80,7 @@ CONTRACT = Contract(
         Int("T", 0, 2**28, (0, 1, 2, 3, 9, 40), "tokens", batch=True, wide=(70,)),
         Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1, 130), "experts"),
-        Int("tile", 16, 256, (16, 32, 64), "pairs of a tile"),
+        Int("tile", 16, 128, (16, 32, 64), "pairs of a tile"),
         Choice("dropped", (False, True), "whether some pairs have no expert"),
         Choice("routing", ROUTINGS),
         Choice("layout", LAYOUTS, "of experts"),
