@@ -197,8 +197,8 @@ def equal_windows(
     layer_type = "full_attention" if window is None else "sliding_attention"
     if layer_types is not None and list(layer_types) != [layer_type] * num_layers:
         raise ConfigError(
-            f"layer_types is {layer_types}; with a window of {window} the architecture's {num_layers} layers are all "
-            f"{layer_type}, and transformers ignores the field"
+            f"layer_types is {layer_types}; with sliding_window={window} the {num_layers} layers are all {layer_type}, "
+            "and transformers ignores the field"
         )
     return (window,) * num_layers
 
@@ -227,15 +227,15 @@ class ExpertsConfig(RotaryConfig):
     @classmethod
     def _read_num_experts(cls, raw: dict[str, Any]) -> dict[str, Any]:
         given = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
-        if len(set(given.values())) > 1:
+        if len(given) == 2 and given["num_experts"] != given["num_local_experts"]:
+            one, other = map(reprlib.repr, given.values())
             raise ConfigError(
-                f"num_experts is {given['num_experts']!r}, but num_local_experts {given['num_local_experts']!r}; they "
-                "are one field by two names: keep one of them"
+                f"num_experts is {one}, but num_local_experts {other}; they are one field by two names: keep one of them"
             )
         for name, neutral in _OTHER_MIXTURES.items():
             if raw.get(name) not in neutral:
                 raise ConfigError(
-                    f"{name} is {raw[name]!r}; the architecture has no shared experts, no groups of them and no other "
+                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them and no other "
                     "scores than softmax's, and transformers ignores the field"
                 )
         return {**raw, **{"num_experts": count for count in given.values()}}
