@@ -161,6 +161,22 @@ def first_shape(architecture: str) -> Shape:
     return next(shape for shape in SHAPES if shape.architecture == architecture)
 
 
+def raw_config(
+    architecture: str, *, heads: tuple[int, int] = (4, 2), rope_theta: float = 10000.0, **fields: Any
+) -> dict[str, Any]:
+    """The config.json of a small model; a field given as ... is left out."""
+    raw = {
+        "architectures": [architecture],
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
+        **{"vocab_size": 97, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2, "head_dim": 16},
+        **fields,
+    }
+    return {name: value for name, value in raw.items() if value is not ...}
+
+
 def random_model(
     directory: Path,
     dtype: torch.dtype = torch.float32,
@@ -171,16 +187,7 @@ def random_model(
     **fields: Any,
 ) -> Path:
     """A transformers checkpoint whose logits spread over several units and whose attention is far from even."""
-    small = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 2, "head_dim": 16}
-    heads_and_rope = {
-        "architectures": [architecture],
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "max_position_embeddings": 128,
-        "rope_parameters": {"rope_type": "default", "rope_theta": rope_theta},
-    }
-    raw = {**heads_and_rope, **small, **fields}
-    model = new_transformers_model({name: value for name, value in raw.items() if value is not ...})
+    model = new_transformers_model(raw_config(architecture, heads=heads, rope_theta=rope_theta, **fields))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
