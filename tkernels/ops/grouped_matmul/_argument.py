@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tkernels.contract import Axes, Axis, Choice, Constraint, ContractError, Int, Tensor, Value, bind_axis, is_aligned
-from tkernels.device import DeviceFacts
 from tkernels.inputs import dtype_name
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight
@@ -117,10 +116,10 @@ class ExpertWeights:
         axes |= {f"{self.prefix}{axis}": bound for axis, bound in coding_of(value).items()}
 
 
-def needs_interleaved(axes: Axes, device: DeviceFacts, prefix: str = "") -> str | None:
+def needs_interleaved(axes: Axes, prefix: str = "") -> str | None:
     """Why a variant that reads interleaved words cannot take these weights, or None where it can.
 
-    Weights that are yet to be loaded have no order: `prepare` sees to it.
+    Weights that are yet to be loaded have no order: `prepare` sees to it. prefix: see ExpertWeights.
     """
     order = axes.get(f"{prefix}order", "interleaved")
     if order == "interleaved":
@@ -128,13 +127,24 @@ def needs_interleaved(axes: Axes, device: DeviceFacts, prefix: str = "") -> str 
     return f"its weights must be interleaved, not {order}: pass what tkernels.prepared(variant, weight) returns"
 
 
-def needs_dense(axes: Axes, device: DeviceFacts) -> str | None:
+def needs_dense(axes: Axes, prefix: str = "") -> str | None:
     """Why a variant that multiplies numbers, not codes, cannot take these weights, or None where it can."""
-    return f"its weights are dense, not codes of {axes['bits']} bits" if axes.get("bits", DENSE_BITS) else None
+    bits = axes.get(f"{prefix}bits", DENSE_BITS)
+    return f"its weights are dense, not codes of {bits} bits" if bits else None
 
 
-def needs_codes(axes: Axes, device: DeviceFacts) -> str | None:
+def needs_codes(axes: Axes, prefix: str = "") -> str | None:
     """Why a variant that unpacks codes cannot take these weights, or None where it can."""
-    if not axes.get("bits", DENSE_BITS):
+    if not axes.get(f"{prefix}bits", DENSE_BITS):
         return "its weights are codes, not dense"
-    return needs_interleaved(axes, device)
+    return needs_interleaved(axes, prefix)
+
+
+MOST_PAIRS = 64
+"""Pairs of a variant that reads an expert's weight once for each of them."""
+
+
+def too_many_pairs(axes: Axes) -> str | None:
+    """Why a variant that takes pairs one by one does not take so many, or None where it does."""
+    pairs = int(axes["T"]) * int(axes["K"])
+    return f"it takes up to {MOST_PAIRS} pairs one by one, not T K = {pairs}" if pairs > MOST_PAIRS else None

@@ -247,7 +247,7 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
 
 
 _TOKENS, _CHOICES = (0, 1, 2, 3, 9, 20), (1, 2, 4)
-_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 16) for each in (1, *_CHOICES)}))
+_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 6) for each in (1, *_CHOICES)}))
 
 CONTRACT = Contract(
     name="grouped_matmul",
@@ -255,7 +255,7 @@ CONTRACT = Contract(
     baseline=baseline,
     # Values that are listed again are likelier draws.
     axes=(
-        Int("T", 0, 2**28, _TOKENS, "tokens", batch=True, wide=(16,), classes=TOKEN_CLASSES),
+        Int("T", 0, 2**28, _TOKENS, "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
         Int("K", 1, 64, _CHOICES, "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         Int("X", 0, 2**31 - 1, _ROWS, "rows of x: one for each token, or one for each pair", batch=True),

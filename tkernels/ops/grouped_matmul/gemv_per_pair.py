@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from tkernels import Config, Run, Variant
+from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.grouped_matmul._argument import needs_dense
+from tkernels.ops.grouped_matmul._argument import needs_dense, too_many_pairs
 from tkernels.ops.grouped_matmul._tiles import pairs_of_row
 
 CONFIGS = tuple(
@@ -133,12 +133,16 @@ def launch(
     )
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs_dense(axes) or too_many_pairs(axes)
+
+
 VARIANT = Variant(
     wins="a few tokens: experts' weights are read once and nothing else costs",
     region={"T": (0, 8)},
     launch=launch,
     configs=CONFIGS,
-    supports=needs_dense,
+    supports=supports,
     # By reasoning, not measured, as matmul's gemv: one warp over 256 inputs, each lane 16 bytes of every row. Eight
     # pairs of Qwen3-30B-A3B are 1536 programs of its first product and 256 of its second. gfx942's warps have 64 lanes.
     default={

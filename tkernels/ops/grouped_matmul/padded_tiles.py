@@ -5,7 +5,7 @@ order of its own first. Only a tile's index table is padded, never what is read 
 multiply neighbouring tiles of pairs with the same outputs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -89,6 +89,33 @@ def blocks(config: Config, x: torch.Tensor, tile: int) -> tuple[int, int]:
     return block_n, block_k
 
 
+def launch_tiles(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    tile: int,
+    tables: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> None:
+    """Launches the products of all pairs, [T K, N]. tables: order, starts, tile_expert, tile_start."""
+    block_n, block_k = blocks(run.config, x, tile)
+    run.launch(
+        grouped_matmul_padded_tiles,
+        (tables[2].shape[0], triton.cdiv(weight.shape[1], block_n)),
+        **pointers("out[m] x[m] weight[en] bias", out, x, weight, bias),
+        **tile_arguments(*tables),
+        stride_bias_e=0 if bias is None else bias.stride(0),
+        outputs=weight.shape[1],
+        inputs=weight.shape[2],
+        pairs_of_row=pairs_of_row(x, experts),
+        BLOCK_M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+
+
 def launch(
     run: Run,
     out: torch.Tensor,
@@ -103,20 +130,8 @@ def launch(
     bias: torch.Tensor | None,
     combine: torch.Tensor | None,
 ) -> None:
-    block_n, block_k = blocks(run.config, x, tile)
-    run.launch(
-        grouped_matmul_padded_tiles,
-        (tile_expert.shape[0], triton.cdiv(weight.shape[1], block_n)),
-        **pointers("out[m] x[m] weight[en] bias", products_of(run, out, combine), x, weight, bias),
-        **tile_arguments(order, starts, tile_expert, tile_start),
-        stride_bias_e=0 if bias is None else bias.stride(0),
-        outputs=weight.shape[1],
-        inputs=weight.shape[2],
-        pairs_of_row=pairs_of_row(x, experts),
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
+    products, tables = products_of(run, out, combine), (order, starts, tile_expert, tile_start)
+    launch_tiles(run, products, x, weight, experts, tile, tables, bias)
     combine_products(run, out, experts, combine)
 
 
@@ -124,12 +139,16 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     return products_workspace(axes)
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs_dense(axes)
+
+
 VARIANT = Variant(
     wins="a few pairs for each expert: decoding in batches",
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    supports=needs_dense,
+    supports=supports,
     # By reasoning, not measured: 128 outputs deep enough that a tile of 16 pairs is nothing beside the weight's bytes.
     # One default for every T, or a row's bits would depend on the batch. gfx942 has 64 kB of shared memory.
     # Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.

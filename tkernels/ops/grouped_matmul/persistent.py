@@ -5,7 +5,7 @@ before they take its next outputs, so that they share their operands in the L2 c
 the tiles that the bound on their number has too many.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -84,6 +84,36 @@ def grouped_matmul_persistent(
             store_pairs(out_ptr, stride_out_m, sums, pairs, mask_m, offs_n, mask_n)
 
 
+def launch_persistent(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    tile: int,
+    tables: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+) -> None:
+    """Launches the products of all pairs, [T K, N]. tables: order, starts, tile_expert, tile_start."""
+    block_n, block_k = blocks(run.config, x, tile)
+    tiles_m = tables[2].shape[0]
+    run.launch(
+        grouped_matmul_persistent,
+        (min(tiles_m * triton.cdiv(weight.shape[1], block_n), run.device.multiprocessors),),
+        **pointers("out[m] x[m] weight[en] bias", out, x, weight, bias),
+        **tile_arguments(*tables),
+        stride_bias_e=0 if bias is None else bias.stride(0),
+        tiles_m=tiles_m,
+        outputs=weight.shape[1],
+        inputs=weight.shape[2],
+        pairs_of_row=pairs_of_row(x, experts),
+        GROUP_M=run.config["GROUP_M"],
+        BLOCK_M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+
+
 def launch(
     run: Run,
     out: torch.Tensor,
@@ -98,23 +128,8 @@ def launch(
     bias: torch.Tensor | None,
     combine: torch.Tensor | None,
 ) -> None:
-    block_n, block_k = blocks(run.config, x, tile)
-    tiles_m = tile_expert.shape[0]
-    run.launch(
-        grouped_matmul_persistent,
-        (min(tiles_m * triton.cdiv(weight.shape[1], block_n), run.device.multiprocessors),),
-        **pointers("out[m] x[m] weight[en] bias", products_of(run, out, combine), x, weight, bias),
-        **tile_arguments(order, starts, tile_expert, tile_start),
-        stride_bias_e=0 if bias is None else bias.stride(0),
-        tiles_m=tiles_m,
-        outputs=weight.shape[1],
-        inputs=weight.shape[2],
-        pairs_of_row=pairs_of_row(x, experts),
-        GROUP_M=run.config["GROUP_M"],
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
+    products, tables = products_of(run, out, combine), (order, starts, tile_expert, tile_start)
+    launch_persistent(run, products, x, weight, experts, tile, tables, bias)
     combine_products(run, out, experts, combine)
 
 
@@ -122,12 +137,16 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     return products_workspace(axes)
 
 
+def supports(axes: Axes, device: DeviceFacts) -> str | None:
+    return needs_dense(axes)
+
+
 VARIANT = Variant(
     wins="many pairs for each expert: prefill",
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    supports=needs_dense,
+    supports=supports,
     region={"T": (513, 2**28)},
     # By reasoning, not measured: a tile of 128 pairs and 128 outputs has a warp for each 32 x 64 of it. gfx942 has 64
     # kB of shared memory. Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.

@@ -124,7 +124,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if reason := needs_dense(axes, device):
+    if reason := needs_dense(axes):
         return reason
     if device.arch != "interpreter":
         if not is_from_sm_90(device.arch):

@@ -43,23 +43,24 @@ def reference(
 
     Source: the top-k gate of Shazeer et al., 2017.
     """
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    experts = _choose(wide, top_k, bias)
+    wide, at_fault, experts = _choose(logits, top_k, bias)
     chosen = wide.gather(1, experts)  # [T, K]
     if sigmoid:
         weights = F.logsigmoid(chosen).softmax(1) if normalize else chosen.sigmoid()
     else:
         weights = chosen.softmax(1) if normalize else wide.softmax(1).gather(1, experts)
-    if bias is not None:
-        weights = torch.where((wide + bias).isnan().any(1, keepdim=True), torch.nan, weights)
-    return experts.int(), torch.where(wide.isnan().any(1, keepdim=True), torch.nan, weights) * scale
+    return experts.int(), torch.where(at_fault, torch.nan, weights) * scale
 
 
-def _choose(wide: torch.Tensor, top_k: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] int64."""
+def _choose(
+    logits: torch.Tensor, top_k: int, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(the logits [T, E] as they are computed with, whether a row [T, 1] has a NaN, its experts [T, K] int64)."""
+    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
     ranked = wide if bias is None else wide + bias
-    ranked = torch.where(ranked.isnan().any(1, keepdim=True), 0.0, ranked)
-    return ranked.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    at_fault = ranked.isnan().any(1, keepdim=True)
+    order = torch.where(at_fault, 0.0, ranked).sort(dim=1, descending=True, stable=True).indices
+    return wide, at_fault, order[:, :top_k]
 
 
 def baseline(
@@ -71,8 +72,7 @@ def baseline(
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-    experts = _choose(wide, top_k, bias)
+    wide, at_fault, experts = _choose(logits, top_k, bias)
     chosen = wide.gather(1, experts)
     if sigmoid:
         # Of a number below 0 as exp(x) / (1 + exp(x)), less the largest's exponent: a sum of sigmoids can be 0.
@@ -83,7 +83,6 @@ def baseline(
     else:
         weights = (chosen if normalize else wide).softmax(1)
         weights = weights if normalize else weights.gather(1, experts)
-    at_fault = (wide if bias is None else wide + bias).isnan().any(1, keepdim=True)
     return experts.int(), torch.where(at_fault, torch.nan, weights) * scale
 
 
@@ -93,7 +92,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     logits = _draw_logits(draws, tokens, experts, values).to(dtype_of(axes["activation"]))
     bias = None
     if axes["bias"]:
-        # Its sums with all logits are float32 numbers: no rounding makes ties in one precision that are none in another.
+        # Its sums with all logits are float32 numbers: there are no ties in one precision that are none in another.
         bias = draws.grid_normal((experts,), torch.float32)
         bias = draws.laid_out(bias.round() if values in ("ties", "equal") else bias)
     return {

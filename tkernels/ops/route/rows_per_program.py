@@ -1,6 +1,6 @@
 """One program keeps as many rows of logits as fill its tile in its registers, and takes the largest of each K times.
 
-Wins everywhere so far: a row is read once, and of it the chosen logits alone once more.
+Wins everywhere so far: a row is read once, and nothing is written but what is chosen.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.logprobs._rows import ids_of, make_keys
+from tkernels.ops.logprobs._rows import ids_of, logits_of, make_keys
 from tkernels.ops.rows import too_wide
 
 WIDEST = 1024
@@ -36,15 +36,18 @@ def route_rows_per_program(
     if bias_ptr is not None:
         ranked += tl.load(bias_ptr + offs, mask=offs < num_experts, other=0.0)
     at_fault = tl.max((ranked != ranked).to(tl.int32), axis=1, keep_dims=True) > 0
-    keys = tl.where(offs < num_experts, make_keys(tl.where(at_fault, 0.0, ranked), offs), _LEAST)
-    # The k-th choice lies in column k of a tile like the logits', so that no round moves anything between threads.
-    chosen = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)
+    keys = make_keys(tl.where(at_fault, 0.0, ranked), offs)  # of columns past the last expert, behind all experts'
+    # The k-th choice lies in column k of tiles like the logits', so that no round moves anything between warps.
+    chosen = tl.full((BLOCK_T, BLOCK_E), _LEAST, tl.int64)
+    x = tl.full((BLOCK_T, BLOCK_E), float("-inf"), tl.float32)  # the chosen logits
     for k in range(TOP_K):
         best = tl.max(keys, axis=1, keep_dims=True)
-        chosen = tl.where(offs == k, ids_of(best), chosen)
+        chosen = tl.where(offs == k, best, chosen)
+        if bias_ptr is not None:
+            x = tl.where(offs == k, tl.sum(tl.where(keys == best, logits, 0.0), axis=1, keep_dims=True), x)
         keys = tl.where(keys == best, _LEAST, keys)
-    is_choice = (rows < tokens) & (offs < TOP_K)
-    x = tl.load(row_ptrs + chosen, mask=is_choice, other=float("-inf")).to(tl.float32)
+    if bias_ptr is None:
+        x = tl.where(offs < TOP_K, logits_of(chosen), x)
     if SIGMOID:
         # exp(x) / (1 + exp(x)) below 0 and 1 / (1 + exp(-x)) above it; where they are divided by their sum, without
         # the exponent that all have, or the sum could be 0.
@@ -53,7 +56,7 @@ def route_rows_per_program(
             shares -= tl.max(shares, axis=1, keep_dims=True)
         shares = tl.exp(shares) / (1.0 + tl.exp(-tl.abs(x)))
         if NORMALIZE:
-            shares /= tl.sum(tl.where(is_choice, shares, 0.0), axis=1, keep_dims=True)
+            shares /= tl.sum(shares, axis=1, keep_dims=True)
     else:
         among = logits
         if NORMALIZE:
@@ -61,7 +64,8 @@ def route_rows_per_program(
         largest = tl.max(among, axis=1, keep_dims=True)
         shares = tl.exp(x - largest) / tl.sum(tl.exp(among - largest), axis=1, keep_dims=True)
     offs_out = rows * TOP_K + offs
-    tl.store(experts_ptr + offs_out, chosen, mask=is_choice)
+    is_choice = (rows < tokens) & (offs < TOP_K)
+    tl.store(experts_ptr + offs_out, ids_of(chosen), mask=is_choice)
     tl.store(weights_ptr + offs_out, tl.where(at_fault, float("nan"), shares) * scale, mask=is_choice)
 
 
@@ -105,7 +109,11 @@ VARIANT = Variant(
     configs=CONFIGS,
     supports=supports,
     # 8 elements a thread: one 16-byte load of bf16, and 16 registers of keys. 8 rows of 128 experts, 128 rows of 8.
-    default={"": Config(BLOCK_ELEMENTS=1024), "interpreter": Config(BLOCK_ELEMENTS=64)},
+    default={
+        "": Config(BLOCK_ELEMENTS=1024),
+        "gfx942": Config(BLOCK_ELEMENTS=1024, num_warps=2),  # of 64 threads
+        "interpreter": Config(BLOCK_ELEMENTS=64),
+    },
     key=("E", "K"),
     deterministic=True,
     batch_invariant=True,

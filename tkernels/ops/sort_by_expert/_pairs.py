@@ -1,7 +1,7 @@
 """What sort_by_expert's kernels do with a block of pairs, and how they cut the experts' pairs into tiles.
 
-A bin is a pair's expert, or num_experts for a pair that nobody computes. Tensors over experts have BLOCK_E entries, more
-than there are experts, with zeros in those beyond: the last bin counts as no expert.
+A bin is a pair's expert, or num_experts for a pair that nobody computes. Tensors over experts have BLOCK_E entries,
+more than there are experts, and zeros in those beyond: the last bin counts as no expert.
 """
 
 import triton

@@ -1,9 +1,11 @@
 """sort_by_expert: which expert computes which pairs of token and choice, and in which tiles of rows."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from tkernels.batching import Batching, Inputs, row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, Value
 from tkernels.inputs import LAYOUTS, Draws
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, draw_experts
@@ -67,6 +69,22 @@ def flops(case: Case) -> int:
     return 0
 
 
+def _part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> dict[str, torch.Tensor]:
+    """In whose part of the order a token's pairs lie, and in whose tiles: -1 for pairs that are in none."""
+    top_k = int(inputs["experts"].shape[1])
+    pairs = torch.arange(member * top_k, (member + 1) * top_k, device=results["order"].device)
+    found, place = (results["order"] == pairs.unsqueeze(1)).max(dim=1)  # [K]
+    expert = torch.searchsorted(results["starts"], place.int(), right=True) - 1
+    tile = (results["tile_start"] >= 0).logical_and(results["tile_start"] <= place.unsqueeze(1)).sum(1) - 1
+    return {
+        "order": torch.where(found, expert, -1),
+        "tile_expert": torch.where(found, results["tile_expert"][tile].long(), -1),
+    }
+
+
+_TOKENS = row_batching("experts")
+
+
 def _benchmark(tokens: int, top_k: int, experts: int) -> dict[str, Value]:
     point: dict[str, Value] = {"T": tokens, "K": top_k, "E": experts, "tile": 16 if tokens <= 64 else 128}
     return point | {"routing": "uniform", "dropped": False}
@@ -106,4 +124,5 @@ CONTRACT = Contract(
         for tokens in (1, 8, 64, 256, 4096, 32768)
         for top_k, experts in ((2, 8), (4, 32), (8, 128))
     },
+    batching=Batching(_TOKENS.count, _TOKENS.take, _part),
 )

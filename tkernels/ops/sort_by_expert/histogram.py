@@ -1,7 +1,7 @@
 """One program for each block of pairs counts its experts; then one for each expert sums up what blocks before have.
 
-With these sums each block knows the places of its pairs, without an atomic operation. Wins where the pairs are more than
-a few blocks.
+With these sums each block knows the places of its pairs, without an atomic operation. Wins where the pairs are more
+than a few blocks.
 """
 
 import torch
@@ -121,7 +121,8 @@ VARIANT = Variant(
     workspace=workspace,
     # Blocks as one_program's. 512 sums are what 65,536 pairs have: 8,192 tokens of 8 choices.
     default={
-        "": Config(BLOCK=128, BLOCK_SUM=512, num_warps=4),
+        "": Config(BLOCK=128, BLOCK_SUM=512, num_warps=8),
+        "gfx942": Config(BLOCK=128, BLOCK_SUM=512, num_warps=4),
         "interpreter": Config(BLOCK=16, BLOCK_SUM=4),
     },
     key=("E", "K", "tile"),

@@ -82,8 +82,13 @@ VARIANT = Variant(
     launch=launch,
     configs=CONFIGS,
     supports=supports,
-    # A block's pairs are compared with each other: 128 comparisons a thread, and one block of 16 tokens' 8 choices.
-    default={"": Config(BLOCK=128, num_warps=4), "interpreter": Config(BLOCK=16)},
+    # A block's pairs are compared with each other: 64 comparisons a thread, in registers; with 4 warps, of 32 threads,
+    # all that ptxas has (168) would be in use. A block is 16 tokens' 8 choices.
+    default={
+        "": Config(BLOCK=128, num_warps=8),
+        "gfx942": Config(BLOCK=128, num_warps=4),
+        "interpreter": Config(BLOCK=16),
+    },
     key=("E", "K", "tile"),
     deterministic=True,
     batch_invariant=True,
