@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import tkernels
 from tests.tmodel.packed import Driver, Step, in_chunks, in_one_go, load, token_by_token
 from tkernels.recording import Recording
-from tkernels.selection import unsupported_in
+from tkernels.selection import unsupported_in, with_parts
 from tmodel import PRESETS, Limits, Model, ModelConfig, known_architectures, load_config
 from tmodel.config import Axes
 from tmodel.decoders.experts import ExpertsLayer
@@ -390,15 +390,21 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path, shape: Shape) 
 def triton_variants(called: Axes) -> dict[str, list[str]]:
     """Of each op the Triton variants that serve it alone; others, for few tokens, are run by one that chooses."""
     cpu = torch.device("cpu")
+    axes = with_parts(called, dict.fromkeys(composed_fusions(called), "composed"), tkernels.OPS, cpu)
     return {
         op.name: [
             variant.name
             for variant in op.variants.values()
             if variant.kind == "triton"
-            and (op.name not in called or not unsupported_in(variant, called[op.name], cpu, torch.float32))
+            and (op.name not in axes or not unsupported_in(variant, axes[op.name], cpu, torch.float32))
         ]
         for op in tkernels.OPS.values()
     }
+
+
+def composed_fusions(called: Axes) -> dict[str, tuple[str, ...]]:
+    """Of the ops that a model calls, those that may be composed of parts, and these."""
+    return {name: ops["composed"].parts for name in called if "composed" in (ops := tkernels.OPS[name].variants)}
 
 
 def triton_arms(called: Axes) -> list[dict[str, str]]:
@@ -409,11 +415,12 @@ def triton_arms(called: Axes) -> list[dict[str, str]]:
         called: The ops that the model calls, and their axes.
     """
     triton = triton_variants(called)
-    fusions = {name: ops["composed"].parts for name in called if "composed" in (ops := tkernels.OPS[name].variants)}
+    fusions = composed_fusions(called)
     alone = [name for name in called if name not in fusions]
     in_parts = list(dict.fromkeys([*alone, *(part for parts in fusions.values() for part in parts)]))
+    whole = [part for name, parts in fusions.items() for part in ([name] if triton[name] else parts)]
     ways = [in_parts] * max(len(triton[name]) for name in in_parts)
-    ways += [[*alone, *fusions]] * max(len(triton[name]) for name in fusions)
+    ways += [list(dict.fromkeys([*alone, *whole]))] * max(len(triton[name]) for name in fusions)
     return [{name: triton[name][i % len(triton[name])] for name in way} for i, way in enumerate(ways)]
 
 
@@ -440,8 +447,7 @@ def assert_triton_parity(directory: Path, arms: Sequence[Mapping[str, str]]) -> 
 def test_the_arms_hold_every_triton_variant_that_a_model_can_reach() -> None:
     for preset in PRESETS.values():
         called = called_ops(random_config(preset.config))
-        fusions = [op["composed"] for name in called if "composed" in (op := tkernels.OPS[name].variants)]
-        reached = {*called, *(part for fusion in fusions for part in fusion.parts)}
+        reached = {*called, *(part for parts in composed_fusions(called).values() for part in parts)}
         every = {(name, variant) for name in reached for variant in triton_variants(called)[name]}
         chosen = {variant.name for variant in tkernels.OPS["matmul"].variants.values() if variant.kind == "triton"}
         assert chosen - {variant for name, variant in every if name == "matmul"} <= {"gemv", "split_k"}
@@ -463,13 +469,14 @@ def test_triton_kernels_give_the_logits_of_transformers(tmp_path: Path, choices:
 def new_arms(architecture: str) -> list[dict[str, str]]:
     """The architecture's first arm, and those with a variant that no arm of an architecture before it has."""
     seen: set[tuple[str, str]] = set()
-    configs = {one.config["architectures"][0]: random_config(one.config) for one in PRESETS.values()}
+    configs = {one.config["architectures"][0]: one.config for one in PRESETS.values()}
     for name in (QWEN3, *(name for name in known_architectures() if name != QWEN3)):
-        arms = triton_arms(called_ops(configs[name]))
+        config = configs.get(name) or {"eos_token_id": None, **raw_config(name, **first_shape(name).fields)}
+        arms = triton_arms(called_ops(random_config(config)))
         if name == architecture:
             return [arm for arm in arms if arm is arms[0] or arm.items() - seen]
         seen |= {pair for arm in arms for pair in arm.items()}
-    raise AssertionError(f"no preset is of {architecture}")
+    raise AssertionError(f"{architecture} is not known")
 
 
 @pytest.mark.slow
