@@ -230,15 +230,15 @@ class ExpertsConfig(RotaryConfig):
         if len(given) == 2 and given["num_experts"] != given["num_local_experts"]:
             one, other = map(reprlib.repr, given.values())
             raise ConfigError(
-                f"num_experts is {one}, but num_local_experts {other}; they are one field by two names: keep one of them"
+                f"num_experts is {one}, but num_local_experts {other}; the two are one field: keep one of them"
             )
         for name, neutral in _OTHER_MIXTURES.items():
             if raw.get(name) not in neutral:
                 raise ConfigError(
-                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them and no other "
-                    "scores than softmax's, and transformers ignores the field"
+                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them "
+                    "and no other scores than softmax's, and transformers ignores the field"
                 )
-        return {**raw, **{"num_experts": count for count in given.values()}}
+        return {**raw, "num_experts": next(iter(given.values()))} if given else raw
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:

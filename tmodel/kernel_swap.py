@@ -83,7 +83,6 @@ class _Rebinding:
         weight = part.weight if old is None or new is None else _prepare_again(old.variant, new.variant, part.weight)
         return Linear(part.range, matmul, weight, part.bias)
 
-
     def _rebind_experts(self, part: ExpertsMLP) -> ExpertsMLP:
         moe_mlp = self.rebind(part.moe_mlp)
         old, new = preparing_variant(part.moe_mlp), preparing_variant(moe_mlp)

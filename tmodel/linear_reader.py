@@ -105,14 +105,14 @@ class LinearReader:
 
     def _expert(self, quantization: Quantization, shape: LinearShape, number: int, parts: int) -> QuantizedWeight:
         """Expert `number`'s weight, of so many parts."""
-        held = [self._quantized(quantization, shape, number * parts + part) for part in range(parts)]
-        for name, weight in zip(shape.names[number * parts + 1 :], held[1:], strict=False):
-            assert isinstance(held[0], QuantizedWeight) and isinstance(weight, QuantizedWeight), "it was checked"
-            if reason := slicing.incompatible_reason(held[0], weight):
-                raise WeightError(f"{self.checkpoint.directory}: {name} and its expert's gate do not join: {reason}")
-        joined = _join(held)
-        assert isinstance(joined, QuantizedWeight), "it was checked"
-        return joined
+        held: list[QuantizedWeight] = []
+        for index in range(number * parts, (number + 1) * parts):
+            weight = self._quantized(quantization, shape, index)
+            assert isinstance(weight, QuantizedWeight), "Quantization has seen to it"
+            if held and (reason := slicing.incompatible_reason(held[0], weight)):
+                raise WeightError(f"{self.checkpoint.directory}: {shape.names[index]} and its gate differ: {reason}")
+            held.append(weight)
+        return slicing.concatenate(held)
 
     def gelu(self, shape: LinearShape) -> MatmulGelu | SplitGelu:
         """Reads the projection of `shape`, with the gelu that follows: x [T, H] -> [T, I].

@@ -181,7 +181,12 @@ class Quantization:
 
 def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
     """Whether one kernel computes the projections of `shape` and their SwiGLU: weights are dense and without bias."""
-    return shape.gated and not shape.num_experts and not shape.bias and (quantization is None or quantization.is_dense(shape))
+    return (
+        shape.gated
+        and not shape.num_experts
+        and not shape.bias
+        and (quantization is None or quantization.is_dense(shape))
+    )
 
 
 def fuses_gelu(shape: LinearShape, quantization: Quantization | None) -> bool:

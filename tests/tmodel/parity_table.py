@@ -34,8 +34,8 @@ from tests.tmodel.test_parity import (
     transformers_logits,
 )
 from tmodel import PRESETS, known_architectures, preset_path
-from tmodel.fields import ExpertsConfig
 from tmodel.corpus import standard_library_corpus
+from tmodel.fields import ExpertsConfig
 from tmodel.train import encode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

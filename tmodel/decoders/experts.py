@@ -69,7 +69,9 @@ class Experts:
                     f"0, but config.json says that there are {self.num_experts}"
                 )
         (router,) = self.routers(name)
-        return ExpertsLayer(self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by)))
+        return ExpertsLayer(
+            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,9 @@ class PreNormDecoder:
     def axes(self, config: ModelConfig, limits: Limits) -> Axes:
         """The ops that the model calls."""
         attention = self.layers[0].attention
-        routers = [shape for index, layer in enumerate(self.layers) for shape in layer.mlp.routers(self.mlp_name(index))]
+        routers = [
+            shape for index, layer in enumerate(self.layers) for shape in layer.mlp.routers(self.mlp_name(index))
+        ]
         linears = [*self.linears(), *routers, *([self.head()] if self.tied_head else [])]
         return {
             **linear_axes(linears, config.quantization, limits),
@@ -102,7 +104,6 @@ class PreNormDecoder:
             **rotary_axes(config, limits, attention.rope.dim, head_norms=attention.head_norm_eps is not None),
             **attention_axes(config, limits),
         }
-
 
     def _experts_axes(self, config: ModelConfig, limits: Limits) -> Axes:
         """What the layers with experts call; all of them have as many, and give a token as many."""
