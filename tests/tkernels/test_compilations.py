@@ -52,7 +52,11 @@ WIDTHS: Mapping[str, int] = {"dequant_gemm_gemv": 2, "dequant_gemm_split_k": 2}
 of a batch of which an engine records a graph before it serves.
 """
 
-WEIGHTS: tuple[Mapping[str, Value], ...] = ({}, {"coding": "lookup", "symmetric": False, "group_size": 512})
+WEIGHTS: tuple[Mapping[str, Value], ...] = (
+    {},
+    {"coding": "lookup", "symmetric": False, "group_size": 512},
+    {"K": 8, "E": 128},  # a token's experts, of all
+)
 """What else is tried where a variant does not take the first."""
 
 

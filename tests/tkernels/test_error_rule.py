@@ -341,6 +341,44 @@ def logprobs(logits: Tensor, tokens: Tensor, *, top: int = 0) -> tuple[Tensor, .
     return (chosen - largest - total).squeeze(1), ranks.squeeze(1), listed, ordered[:, :top] - largest - total
 
 
+def route(
+    logits: Tensor, top_k: int, *, normalize: bool = False, sigmoid: bool = False, bias: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """By numpy's sort; a sum in chunks, and sigmoids of numbers below 0 as those above it."""
+    wide = logits.float()
+    ranked = (wide if bias is None else bias + wide).numpy()
+    order = np.lexsort((np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape), -ranked), axis=1)
+    experts = torch.from_numpy(order[:, :top_k])
+    chosen = wide.gather(1, experts)
+    if sigmoid and not normalize:
+        return experts.int(), scale / (1 + (-chosen).exp())
+    if sigmoid:
+        chosen = -torch.log1p((-chosen.double().abs()).exp()).float() + chosen.clamp(max=0)
+    among = chosen if normalize else wide
+    origin = among.amax(1, keepdim=True)
+    total = chunked_sum((among - origin).exp(), 3).unsqueeze(1)
+    return experts.int(), (chosen - origin).exp() * (scale / total)
+
+
+def sort_by_expert(experts: Tensor, num_experts: int, tile: int) -> tuple[Tensor, ...]:
+    """An expert at a time, the last first."""
+    pairs = experts.flatten()
+    order, starts = torch.full_like(pairs, -1), torch.zeros(num_experts + 1, dtype=torch.int32)
+    most = (len(pairs) + min(len(pairs), num_experts) * (tile - 1)) // tile
+    whose, where = torch.full((2, most), -1, dtype=torch.int32)
+    end = int((pairs >= 0).sum())
+    last = sum(-(-int((pairs == expert).sum()) // tile) for expert in range(num_experts))
+    for expert in reversed(range(num_experts)):
+        mine = (pairs == expert).nonzero().flatten()
+        starts[expert + 1], begin = end, end - len(mine)
+        order[begin:end] = mine
+        firsts = torch.arange(begin, end, tile)
+        whose[last - len(firsts) : last], where[last - len(firsts) : last] = expert, firsts.int()
+        end, last = begin, last - len(firsts)
+    return order, starts, whose, where
+
+
 REORDERED: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
     "add_rms_norm": add_rms_norm,
@@ -367,6 +405,8 @@ REORDERED: dict[str, Callable[..., Any]] = {
     "matmul_gelu": matmul_gelu,
     "sample": sample,
     "logprobs": logprobs,
+    "route": route,
+    "sort_by_expert": sort_by_expert,
 }
 
 

@@ -19,6 +19,7 @@ OP_NAMES = {
     "dequant_gemm", "qk_norm_rope_scatter", "gate_up_swiglu", "merge_states", "copy_pages", "step_inputs",
     "quantize_tokens", "scaled_matmul", "quantize_groups", "block_scaled_matmul",
     "layer_norm", "add_layer_norm", "gelu", "matmul_gelu", "sample", "logprobs", "cascade_decode",
+    "route", "sort_by_expert",
 }  # fmt: skip
 
 

@@ -52,6 +52,28 @@ def grouped_matmul_dequant_gemv(
         tl.store(out_ptr + pair * stride_out_m + offs_n, total.to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
+def launch_pairs(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: StackedWeight,
+    experts: torch.Tensor,
+    bias: torch.Tensor | None,
+    through_units: bool,
+) -> None:
+    """Launches the products of all pairs, [T K, N]. through_units: see `takes_pairs`."""
+    run.launch(
+        grouped_matmul_dequant_gemv,
+        (experts.numel(), triton.cdiv(weight.shape[1], run.config["BLOCK_N"])),
+        **pointers("out[m] x[m] bias experts[t]", out, x, bias, experts),
+        **row_arguments(weight, through_units, run.config, run.device),
+        stride_bias_e=0 if bias is None else bias.stride(0),
+        outputs=weight.shape[1],
+        top_k=experts.shape[1],
+        pairs_of_row=pairs_of_row(x, experts),
+    )
+
+
 def launch(
     run: Run,
     out: torch.Tensor,
@@ -66,17 +88,8 @@ def launch(
     bias: torch.Tensor | None,
     combine: torch.Tensor | None,
 ) -> None:
-    products = products_of(run, out, combine)
-    run.launch(
-        grouped_matmul_dequant_gemv,
-        (experts.numel(), triton.cdiv(weight.shape[1], run.config["BLOCK_N"])),
-        **pointers("out[m] x[m] bias experts[t]", products, x, bias, experts),
-        **row_arguments(weight, takes_pairs(run.axes, run.device), run.config, run.device),
-        stride_bias_e=0 if bias is None else bias.stride(0),
-        outputs=weight.shape[1],
-        top_k=experts.shape[1],
-        pairs_of_row=pairs_of_row(x, experts),
-    )
+    products, through_units = products_of(run, out, combine), takes_pairs(run.axes, run.device)
+    launch_pairs(run, products, x, weight, experts, bias, through_units)
     combine_products(run, out, experts, combine)
 
 

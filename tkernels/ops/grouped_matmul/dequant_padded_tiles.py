@@ -77,7 +77,7 @@ def launch_dequant_tiles(
     bias: torch.Tensor | None,
 ) -> None:
     """Launches the products of all pairs, [T K, N]. tables: order, starts, tile_expert, tile_start."""
-    block_n, block_k = blocks(run.config, x, tile)
+    block_n, block_k = blocks(run.config, x, 2 * tile)  # of codes and numbers
     outputs = weight.shape[1]
     run.launch(
         grouped_matmul_dequant_padded_tiles,

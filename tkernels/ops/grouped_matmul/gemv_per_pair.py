@@ -103,20 +103,16 @@ def grouped_matmul_gemv_per_pair(
         tl.store(out_ptr + row * stride_out_m + offs_n, sums.to(out_ptr.dtype.element_ty), mask=mask_n)
 
 
-def launch(
+def launch_pairs(
     run: Run,
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     experts: torch.Tensor,
-    order: torch.Tensor,
-    starts: torch.Tensor,
-    tile: int,
-    tile_expert: torch.Tensor,
-    tile_start: torch.Tensor,
     bias: torch.Tensor | None,
     combine: torch.Tensor | None,
 ) -> None:
+    """Launches the products of all pairs, or the sums of each token's."""
     run.launch(
         grouped_matmul_gemv_per_pair,
         (out.shape[0], triton.cdiv(weight.shape[1], run.config["BLOCK_N"])),
@@ -131,6 +127,23 @@ def launch(
         **run.config,
         STAGES=run.config.num_stages,
     )
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    order: torch.Tensor,
+    starts: torch.Tensor,
+    tile: int,
+    tile_expert: torch.Tensor,
+    tile_start: torch.Tensor,
+    bias: torch.Tensor | None,
+    combine: torch.Tensor | None,
+) -> None:
+    launch_pairs(run, out, x, weight, experts, bias, combine)
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:

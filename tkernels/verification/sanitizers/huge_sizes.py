@@ -6,8 +6,8 @@ integer tensors keep their contents and go on in zeros (position 0, slot 0, a co
 pages that are read are ever backed by memory.
 
 What grows is the batch (T, M, B of a decode) or another size of an output (N of a matmul). Not reached: a batch that
-integer tensors describe beyond one entry a member (B of a prefill, whose offsets are [B + 1]; all of copy_pages and
-step_inputs, which have no float tensor of the batch's size), pages of a cache and rows of a rotary table (which row is
+integer tensors describe beyond one entry a member (B of a prefill, whose offsets are [B + 1]; all of copy_pages,
+step_inputs and sort_by_expert, which have no float tensor of the batch's size), pages of a cache and rows of a rotary table (which row is
 read is in integers that stay as they are: faked strides look at those), weights whose class bounds them, and variants
 that support few rows (dequant_gemm's gemvs and split_k).
 """

@@ -1,0 +1,131 @@
+"""padded_tiles with the weights as codes: each tile of codes is unpacked in registers on its way to shared memory.
+
+Wins from a few pairs for each expert on. A row of x is read for the gate, and again for the up projection: that costs
+less than the registers of two tiles of codes at once.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+
+from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
+from tkernels.ops.activations import limit_arguments
+from tkernels.ops.arguments import pointers
+from tkernels.ops.dequant_gemm._unpack import magic_of
+from tkernels.ops.grouped_matmul._codes import codes_arguments, expert_code_sums
+from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_tile, store_pairs, tile_arguments
+from tkernels.ops.grouped_matmul.dequant_padded_tiles import launch_dequant_tiles
+from tkernels.ops.grouped_matmul.padded_tiles import blocks
+from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
+from tkernels.ops.sort_by_expert._tables import sorted_by_expert
+from tkernels.quantized.codes import codes_per_word
+from tkernels.quantized.stacked import StackedWeight, interleaved_experts
+
+CONFIGS = tuple(
+    Config(BLOCK_PAIRS=pairs, BLOCK_N=columns, BLOCK_K=depth, num_warps=warps, num_stages=stages)
+    for pairs, columns, depth, warps, stages in (
+        (16, 32, 128, 4, 3),
+        (16, 64, 64, 4, 4),
+        (16, 64, 128, 4, 3),
+        (32, 64, 128, 4, 3),
+        (64, 64, 64, 4, 3),
+        (64, 64, 128, 8, 3),
+    )
+)
+
+
+@triton.jit
+def moe_mlp_dequant_padded_tiles(
+    activated_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, order_ptr, starts_ptr,
+    tile_expert_ptr, tile_start_ptr, stride_activated_p, stride_x_t, stride_packed_e, stride_packed_w, stride_high_e,
+    stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e,
+    stride_bias_e, width, places, top_k, magic, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr,
+    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert = tl.load(tile_expert_ptr + tile)
+    if expert >= 0:
+        pairs, mask_m = pairs_of_tile(order_ptr, starts_ptr, tile_start_ptr, tile, expert, BLOCK_M)
+        offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < width
+        x_ptrs = x_ptr + (pairs // top_k).to(tl.int64)[:, None] * stride_x_t  # T * stride can pass 2**31
+        gate = expert_code_sums(
+            x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
+            stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
+            stride_zeros_w, stride_permutation_e, expert, offs_n, mask_n, places, magic, x_ptr.dtype.element_ty, BITS,
+            GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        up = expert_code_sums(
+            x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
+            stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
+            stride_zeros_w, stride_permutation_e, expert, width + offs_n, mask_n, places, magic,
+            x_ptr.dtype.element_ty, BITS, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        out = activated(
+            gate, up, bias_ptr, stride_bias_e, expert, offs_n[None, :], mask_n[None, :], width, limit, CLAMPED
+        )
+        store_pairs(activated_ptr, stride_activated_p, out, pairs, mask_m, offs_n, mask_n)
+
+
+def launch(
+    run: Run,
+    out: torch.Tensor,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: StackedWeight,
+    down: StackedWeight,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    limit: float | None,
+) -> None:
+    tile = run.config["BLOCK_PAIRS"]
+    tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
+    block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
+    pairs, width = run.workspace["activated"], down.shape[2]
+    run.launch(
+        moe_mlp_dequant_padded_tiles,
+        (tables[2].shape[0], triton.cdiv(width, block_n)),
+        **pointers("activated[p] x[t] bias", pairs, x, gate_up_bias),
+        **codes_arguments(gate_up, block_k // codes_per_word(gate_up.bits)),
+        **tile_arguments(*tables),
+        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+        width=width,
+        places=gate_up.places,
+        top_k=experts.shape[1],
+        magic=magic_of(gate_up.dtype),
+        **limit_arguments(limit),
+        BLOCK_M=tile,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+    launch_dequant_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
+    combine_products(run, out, experts, weights)
+
+
+def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
+    return fused_buffers(axes, config["BLOCK_PAIRS"], device)
+
+
+VARIANT = Variant(
+    wins="codes, from a few pairs for each expert on",
+    launch=launch,
+    configs=CONFIGS,
+    workspace=workspace,
+    supports=supports_codes,
+    prepare=interleaved_experts,
+    # By reasoning, not measured: a group of 128 deep. Interpreted, tiles are the smallest legal ones.
+    default={
+        "": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
+        "sm_90": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4),
+        "gfx942": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
+        "interpreter": Config(BLOCK_PAIRS=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
+    },
+    key=("T", "K", "E", "H", "I", "gate_up_bits", "down_bits", "gate_up_group_size", "down_group_size"),
+    sum_order=lambda config: (config["BLOCK_K"], config["BLOCK_PAIRS"] >= 64),
+    deterministic=True,
+    batch_invariant=True,
+)
