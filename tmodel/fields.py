@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import (
@@ -33,8 +33,10 @@ _MAX_SIZE = 2**24
 """Of a whole number in config.json. The longest context of a published model is 10,485,760 tokens; vocabularies and
 widths are far smaller."""
 _MAX_PARTS = 2**12
-"""Of a number of layers or heads, each of which takes names, shapes and objects before any weight is read, and of a
-head's width. Published models have up to 126 layers, 128 heads and a width of 512."""
+"""Of a number of layers, heads or a layer's experts, each of which takes names, shapes and objects before any weight is
+read, and of a head's width. Published models have up to 126 layers, 128 heads, 512 experts and a width of 512."""
+_MAX_EXPERTS = 2**16
+"""Of all layers. Published models have up to 23,000."""
 
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 """What a norm adds to a mean square; more would leave little of a vector."""
@@ -63,7 +65,7 @@ class HuggingFaceConfig(BaseModel):
     @classmethod
     def _check_size(cls, value: Any, info: ValidationInfo) -> Any:
         """Bounds every architecture's sizes: tables and lists are made of them before any weight shows them wrong."""
-        most = _MAX_PARTS if any(part in str(info.field_name) for part in ("layer", "head")) else _MAX_SIZE
+        most = _MAX_PARTS if any(part in str(info.field_name) for part in ("layer", "head", "expert")) else _MAX_SIZE
         if type(value) is int and abs(value) > most:
             raise PydanticCustomError("size", "must be at most {most}", {"most": most})
         return value
@@ -182,6 +184,74 @@ def windows_of(layer_types: Sequence[LayerType], window: int | None, num_layers:
     if "sliding_attention" in layer_types and window is None:
         raise ConfigError("layer_types names sliding_attention, but sliding_window is not given")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def equal_windows(
+    layer_types: Sequence[LayerType] | None, window: int | None, num_layers: int
+) -> tuple[int | None, ...]:
+    """The window of each layer where all have the same, whatever their types: None is all keys.
+
+    Raises:
+        ConfigError: The types say something else, which transformers ignores.
+    """
+    layer_type = "full_attention" if window is None else "sliding_attention"
+    if layer_types is not None and list(layer_types) != [layer_type] * num_layers:
+        raise ConfigError(
+            f"layer_types is {layer_types}; with sliding_window={window} the {num_layers} layers are all {layer_type}, "
+            "and transformers ignores the field"
+        )
+    return (window,) * num_layers
+
+
+_OTHER_MIXTURES: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"), (None, 0)),
+    **dict.fromkeys(("n_group", "topk_group"), (None, 1)),
+    "topk_method": (None, "greedy"),
+    "scoring_func": (None, "softmax"),
+    "routed_scaling_factor": (None, 1.0),
+}
+"""Fields of other architectures' mixtures -> what they may be where there is no such thing."""
+
+
+class ExpertsConfig(RotaryConfig):
+    """The fields by which an architecture says how many experts an MLP is made of, and how many a token has.
+
+    `num_experts` and `num_local_experts` are one field by two names.
+    """
+
+    num_hidden_layers: PositiveInt
+    num_experts: PositiveInt
+    num_experts_per_tok: PositiveInt
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_num_experts(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        given = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
+        if len(given) == 2 and given["num_experts"] != given["num_local_experts"]:
+            one, other = map(reprlib.repr, given.values())
+            raise ConfigError(
+                f"num_experts is {one}, but num_local_experts {other}; the two are one field: keep one of them"
+            )
+        for name, neutral in _OTHER_MIXTURES.items():
+            if raw.get(name) not in neutral:
+                raise ConfigError(
+                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them "
+                    "and no other scores than softmax's, and transformers ignores the field"
+                )
+        return {**raw, "num_experts": next(iter(given.values()))} if given else raw
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, but there are {self.num_experts} experts"
+            )
+        if self.num_hidden_layers * self.num_experts > _MAX_EXPERTS:
+            raise ConfigError(
+                f"num_hidden_layers={self.num_hidden_layers} with num_experts={self.num_experts} are more than "
+                f"{_MAX_EXPERTS} experts"
+            )
+        return self
 
 
 class QwenWindows(RotaryConfig):

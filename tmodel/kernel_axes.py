@@ -14,7 +14,8 @@ from tkernels.contract import Value
 from tkernels.inputs import dtype_name
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
-from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
+from tmodel.formats.base import Scheme
+from tmodel.quantization import LinearShape, Quantization, coding_axes, fuses_gelu, fuses_swiglu
 
 Range = Value | tuple[int, int]
 
@@ -110,10 +111,10 @@ def _cache_axes(config: ModelConfig) -> AxisRanges:
     return {"kv": dtype_name(dtype), "k_scale": True, "v_scale": True}
 
 
-def rms_norm_axes(width: int, limits: Limits) -> Axes:
-    """RMS norms of vectors of `width`, alone and with the residual's addition."""
+def rms_norm_axes(width: int, limits: Limits, *others: int) -> Axes:
+    """RMS norms of vectors of `width`, alone and with the residual's addition, and those of `others` alone."""
     norm: AxisRanges = {"T": (1, limits.max_num_tokens), "H": width}
-    return {"rms_norm": norm, "add_rms_norm": norm}
+    return {"rms_norm": {**norm, "H": _span((width, *others))}, "add_rms_norm": norm}
 
 
 def layer_norm_axes(width: int, limits: Limits) -> Axes:
@@ -141,6 +142,7 @@ def scatter_axes(config: ModelConfig, limits: Limits) -> Axes:
 def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | None, limits: Limits) -> Axes:
     """What the linear layers `linears` and their activations call, as LinearReader makes them."""
     tokens = (1, limits.max_num_tokens)
+    linears = [shape for shape in linears if not shape.num_experts]
     fused = [shape for shape in linears if fuses_swiglu(shape, quantization)]
     split = [shape for shape in linears if shape.gated and not fuses_swiglu(shape, quantization)]
     curved = [shape for shape in linears if fuses_gelu(shape, quantization)]
@@ -163,6 +165,45 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
         axes["swiglu"] = {"T": tokens, "I": _span(shape.outputs[0] for shape in split)}
     axes |= _gelu_axes(curved, [shape for shape in apart if shape.gelu], tokens)
     return axes if quantization is None else {**axes, **quantization.kernel_axes(tokens)}
+
+
+def experts_axes(
+    mixtures: Iterable[tuple[LinearShape, LinearShape]], quantization: Quantization | None, limits: Limits,
+    *, top_k: int, normalize: bool,
+) -> Axes:  # fmt: skip
+    """What routes tokens to experts, and computes these.
+
+    Args:
+        mixtures: Of each layer that has experts, their gate and up projections and their down projections.
+        quantization: Of the checkpoint.
+        limits: The most that a model is asked for.
+        top_k: K, experts of a token.
+        normalize: Whether what a token's experts count adds up to 1.
+    """
+    tokens = (1, limits.max_num_tokens)
+    ways: list[AxisRanges] = []
+    for gate_up, down in mixtures:
+        sizes = {"E": down.num_experts, "H": gate_up.inputs, "I": down.inputs}
+        axes: AxisRanges = {
+            "T": tokens, "K": top_k, **sizes, "gate_up_bias": False, "down_bias": False, "limit": 0,
+            **_experts_coding("gate_up", gate_up, quantization), **_experts_coding("down", down, quantization),
+        }  # fmt: skip
+        if axes not in ways:
+            ways.append(axes)
+    if not ways:
+        return {}
+    route: AxisRanges = {
+        "T": tokens, "K": top_k, "E": ways[0]["E"], "normalize": normalize, "sigmoid": False, "bias": False,
+    }  # fmt: skip
+    return {"route": route, "moe_mlp": ways[0] if len(ways) == 1 else tuple(ways)}
+
+
+def _experts_coding(name: str, shape: LinearShape, quantization: Quantization | None) -> AxisRanges:
+    """How experts' weights, `moe_mlp`'s argument `name`, are stored."""
+    scheme = None if quantization is None else quantization.scheme(shape.names[0])
+    dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
+    axes = coding_axes(scheme, shape.inputs) if isinstance(scheme, Scheme) else dense
+    return {f"{name}_{axis}": value for axis, value in axes.items()}
 
 
 def _gelu_axes(fused: Sequence[LinearShape], split: Sequence[LinearShape], tokens: tuple[int, int]) -> Axes:

@@ -11,7 +11,8 @@ from tkernels import KernelSet, SelectionError, prepared
 from tkernels.launch import Kernel
 from tkernels.variant import Variant, as_it_is
 from tmodel.config import Model
-from tmodel.layers import Linear, ScaledMatmul
+from tmodel.layers import ExpertsMLP, Linear, ScaledMatmul
+from tmodel.linear_reader import preparing_variant
 
 
 def with_kernels(model: Model, kernels: KernelSet) -> Model:
@@ -52,6 +53,8 @@ class _Rebinding:
             return self._kernels.kernels[part.variant.contract.name]
         if isinstance(part, Linear):
             return self._rebind_linear(part)
+        if isinstance(part, ExpertsMLP):
+            return self._rebind_experts(part)
         if isinstance(part, partial):
             function, args, keywords = self.rebind(part.func), self._rebind(part.args), self._rebind(part.keywords)
             return partial(function, *args, **keywords)
@@ -79,6 +82,11 @@ class _Rebinding:
         old, new = _reader_of(part.matmul), _reader_of(matmul)
         weight = part.weight if old is None or new is None else _prepare_again(old.variant, new.variant, part.weight)
         return Linear(part.range, matmul, weight, part.bias)
+
+    def _rebind_experts(self, part: ExpertsMLP) -> ExpertsMLP:
+        moe_mlp = self.rebind(part.moe_mlp)
+        old, new = preparing_variant(part.moe_mlp), preparing_variant(moe_mlp)
+        return ExpertsMLP(moe_mlp, _prepare_again(old, new, part.gate_up), _prepare_again(old, new, part.down))
 
 
 def _are_same(old: Any, new: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from tkernels import KernelSet
 from tkernels.launch import Kernel
 from tkernels.quantized.scaled_weight import ScaledWeight
+from tkernels.quantized.stacked import StackedWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
@@ -86,6 +87,25 @@ class SplitGateUp:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.swiglu(self.projections(x))  # [T, H] -> [T, 2 I] -> [T, I]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsMLP:
+    """x [T, H] -> [T, H] by the experts that each token was given, of E.
+
+    Attributes:
+        moe_mlp: The kernel.
+        gate_up: [E, 2 I, H], dense or quantized.
+        down: [E, H, I], likewise.
+    """
+
+    moe_mlp: Kernel
+    gate_up: torch.Tensor | StackedWeight
+    down: torch.Tensor | StackedWeight
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.moe_mlp(x, experts, weights, self.gate_up, self.down)
+        return out
 
 
 @dataclass(frozen=True, slots=True)

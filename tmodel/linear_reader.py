@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from tkernels import KernelSet, PrepareReport, prepared
+from tkernels.launch import Kernel
 from tkernels.quantized import scaled_weight, slicing
 from tkernels.quantized.scaled_weight import ScaledWeight
+from tkernels.quantized.stacked import StackedWeight, stack
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
+from tkernels.variant import Variant, as_it_is
 from tmodel.formats.base import Scheme
-from tmodel.layers import GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
+from tmodel.layers import ExpertsMLP, GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
 
@@ -73,6 +76,43 @@ class LinearReader:
         if fuses_swiglu(shape, self.quantization):
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
+
+    def experts(self, gate_up: LinearShape, down: LinearShape) -> ExpertsMLP:
+        """Reads the projections of a layer's experts, each kind into one weight: x [T, H] -> [T, H].
+
+        Raises:
+            WeightError: As `linear`; or the experts' weights are of different structures.
+        """
+        return ExpertsMLP(self.kernels.moe_mlp, self._stacked(gate_up), self._stacked(down))
+
+    def _stacked(self, shape: LinearShape) -> torch.Tensor | StackedWeight:
+        """[E, outputs of an expert, inputs], written expert by expert."""
+        experts, parts = shape.num_experts, len(shape.names)
+        if self.quantization is None or self.quantization.is_dense(shape):
+            return self._dense_weight(shape, 0, parts).view(experts, -1, shape.inputs)
+        weights = (self._expert(self.quantization, shape, number, parts // experts) for number in range(experts))
+        try:
+            stacked = stack(weights, experts)
+        except ValueError as error:
+            raise WeightError(f"{self.checkpoint.directory}: {shape.names[0]} and the others: {error}") from error
+        variant = preparing_variant(self.kernels.moe_mlp)
+        made, report = prepared(variant, stacked)
+        del stacked
+        self.report += report
+        _return_freed_memory()
+        kept: StackedWeight = made
+        return kept
+
+    def _expert(self, quantization: Quantization, shape: LinearShape, number: int, parts: int) -> QuantizedWeight:
+        """Expert `number`'s weight, of so many parts."""
+        held: list[QuantizedWeight] = []
+        for index in range(number * parts, (number + 1) * parts):
+            weight = self._quantized(quantization, shape, index)
+            assert isinstance(weight, QuantizedWeight), "Quantization has seen to it"
+            if held and (reason := slicing.incompatible_reason(held[0], weight)):
+                raise WeightError(f"{self.checkpoint.directory}: {shape.names[index]} and its gate differ: {reason}")
+            held.append(weight)
+        return slicing.concatenate(held)
 
     def gelu(self, shape: LinearShape) -> MatmulGelu | SplitGelu:
         """Reads the projection of `shape`, with the gelu that follows: x [T, H] -> [T, I].
@@ -202,6 +242,12 @@ class LinearReader:
             return kernels.block_scaled_matmul, ScaledMatmul(kernels.quantize_groups, kernels.block_scaled_matmul)
         quantize = partial(kernels.quantize_tokens, dtype=weight.dtype, static_scale=weight.input_scale)
         return kernels.scaled_matmul, ScaledMatmul(quantize, kernels.scaled_matmul)
+
+
+def preparing_variant(kernel: Kernel) -> Variant:
+    """The variant whose `prepare` decides how a kernel's weights are kept: of a composed fusion a part's."""
+    variants = [kernel.variant, *(part.variant for part in kernel.parts)]
+    return next((variant for variant in variants if variant.prepare is not as_it_is), kernel.variant)
 
 
 def _fit_together(one: QuantizedWeight | ScaledWeight, other: QuantizedWeight | ScaledWeight) -> bool:

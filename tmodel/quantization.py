@@ -36,7 +36,8 @@ class Feed:
 
 @dataclass(frozen=True)
 class LinearShape:
-    """Linear layers with one input, computed as one: query, key and value; gate and up. Most stand alone.
+    """Linear layers with one input, computed as one: query, key and value; gate and up. Most stand alone. So do a
+    layer's experts: their gates and ups, or their downs.
 
     Attributes:
         names: The beginning of their tensors' names, "model.layers.0.mlp.down_proj".
@@ -46,6 +47,7 @@ class LinearShape:
         transposed: Whether a dense weight is stored [K, N], as those of GPT-2 are; such a layer stands alone.
         gated: They are the gate and up projections of a SwiGLU.
         gelu: Which gelu follows, by the error function or by tanh; None is none.
+        num_experts: The experts that they are of, one after the other; 0: of none.
         fed_by: The layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
     """
 
@@ -56,6 +58,7 @@ class LinearShape:
     transposed: bool = False
     gated: bool = False
     gelu: Literal["erf", "tanh"] | None = None
+    num_experts: int = 0
     fed_by: Feed | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -93,6 +96,25 @@ class Quantization:
             for name, outputs in zip(shape.names, shape.outputs, strict=True):
                 if self.scheme(name) is not None:
                     self.format.check(name, outputs, shape.inputs)
+            if shape.num_experts:
+                self._check_experts(shape)
+
+    def _check_experts(self, shape: LinearShape) -> None:
+        """Checks that a layer's experts can be one weight."""
+        (first, *names), (scheme, *others) = shape.names, self.schemes(shape)
+        for name, other in zip(names, others, strict=True):
+            if other != scheme:
+                raise ConfigError(
+                    f"{name} is stored as {other or 'dense'}, but {first} as {scheme or 'dense'}; all experts of a "
+                    "layer must be stored alike"
+                )
+        if isinstance(scheme, ScaledScheme):
+            raise ConfigError(
+                f"{first}: experts whose inputs are quantized too ({scheme.codes}) are not supported; those whose "
+                "weights alone are, in 2, 3, 4 or 8 bits, are"
+            )
+        if scheme is not None and (scheme.coding != "uniform" or scheme.sparse):
+            raise ConfigError(f"{first}: experts whose codes have a table or outliers are not supported")
 
     @cached_property
     def _schemes(self) -> dict[str, Scheme | ScaledScheme | None]:
@@ -140,7 +162,7 @@ class Quantization:
             Op -> for each kind of weight, axis -> its value or (lowest, highest).
         """
         outputs: dict[tuple[Scheme | ScaledScheme, int, bool], tuple[int, int]] = {}
-        for shape in self.linears:
+        for shape in (one for one in self.linears if not one.num_experts):
             # Parts that are quantized alike become one weight, so N is anything from one part's outputs to all parts'.
             for scheme, part in zip(self.schemes(shape), shape.outputs, strict=True):
                 if scheme is not None:
@@ -159,7 +181,12 @@ class Quantization:
 
 def fuses_swiglu(shape: LinearShape, quantization: Quantization | None) -> bool:
     """Whether one kernel computes the projections of `shape` and their SwiGLU: weights are dense and without bias."""
-    return shape.gated and not shape.bias and (quantization is None or quantization.is_dense(shape))
+    return (
+        shape.gated
+        and not shape.num_experts
+        and not shape.bias
+        and (quantization is None or quantization.is_dense(shape))
+    )
 
 
 def fuses_gelu(shape: LinearShape, quantization: Quantization | None) -> bool:
@@ -174,18 +201,20 @@ def _added_bytes(scheme: Scheme | ScaledScheme | None, outputs: int, inputs: int
 
 
 def _dequant_ops(scheme: Scheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
-    axes: dict[str, Value | tuple[int, int]] = {
-        **sizes,
+    axes = {"coding": scheme.coding, "sparse": (False, True) if scheme.sparse else False}
+    return {"dequant_gemm": {**sizes, **axes, **coding_axes(scheme, sizes["K"])}}
+
+
+def coding_axes(scheme: Scheme, inputs: Value | tuple[int, int]) -> dict[str, Value | tuple[int, int]]:
+    """The axes of a weight that is stored in `scheme`, with `inputs` inputs."""
+    return {
         "padding": 0,
         "bits": scheme.bits,
-        "coding": scheme.coding,
-        "group_size": sizes["K"] if scheme.group_size == -1 else scheme.group_size,
+        "group_size": inputs if scheme.group_size == -1 else scheme.group_size,
         # Only the tensors tell these, so both values are possible.
         "symmetric": (False, True) if scheme.coding == "uniform" else False,
         "permuted": (False, True) if scheme.permuted else False,
-        "sparse": (False, True) if scheme.sparse else False,
     }
-    return {"dequant_gemm": axes}
 
 
 def _scaled_ops(scheme: ScaledScheme, sizes: AxisRanges) -> dict[str, AxisRanges]:

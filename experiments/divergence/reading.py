@@ -269,7 +269,7 @@ class HeardModel:
         """
         found: dict[tuple[str, str], list[tuple[tuple[str, ...], tuple[int, ...] | None]]] = {}
         prefix = f"{self._config.architecture.layers}."
-        for shape in self._config.linears():
+        for shape in (one for one in self._config.linears() if not one.num_experts):  # experts are one kernel's
             inside = shape.names[0].removeprefix(prefix) if shape.names[0].startswith(prefix) else ""
             layer = f"layer {inside.split('.')[0]}" if inside else ""
             for start in range(len(shape.names)):

@@ -34,6 +34,8 @@ class ModelShape:
         state_interval: Blocks between two states of a sequence that are kept for later prefixes.
         window: Tokens before which a sequence's blocks are given back; None where they are kept to its end.
         layer_windows: Of each layer that has one, though others have none: the keys that a query sees.
+        expert_weights: Elements of all experts' matrices, which are among the layers'.
+        chosen: The share of a layer's experts that a token is given, K / E.
     """
 
     name: str
@@ -47,6 +49,8 @@ class ModelShape:
     state_interval: int = 1
     window: int | None = None
     layer_windows: tuple[int, ...] = ()
+    expert_weights: int = 0
+    chosen: float = 1.0
 
     def unread_bytes(self, num_tokens: int) -> int:
         """Of the keys and values of a sequence of `num_tokens`, those that are kept for layers without a window alone:
@@ -80,8 +84,9 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     import torch
 
     from tmodel import bytes_per_state, cache_window, kv_bytes_per_block, state_interval
+    from tmodel.fields import ExpertsConfig
 
-    tensors = config.tensors()
+    tensors, fields = config.tensors(), config.fields
     layers = config.architecture.layers
     # A head that is tied is the embedding; one that is not has its size.
     vocabularies = [shape for tensor, shape in tensors.items() if not tensor.startswith(layers) and len(shape) == 2]
@@ -99,6 +104,8 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         state_interval=state_interval(config),
         window=cache_window(config),
         layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
+        expert_weights=sum(sum(one.outputs) * one.inputs for one in config.linears() if one.num_experts),
+        chosen=fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0,
     )
 
 

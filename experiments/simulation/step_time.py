@@ -2,10 +2,11 @@
 
     seconds = max(FLOPs / peak, bytes / bandwidth) + launches + copies
 
-FLOPs: 2 for each weight of the layers and token, 2 for each weight of the last projection and sampled token, and 4 Hq D
-a layer for each pair of a token and a key that it sees. Bytes: the weights once, each row's keys and values once, those
-of the step's tokens written; where all layers have a window, the keys that it shows. Prefills and decodes share one
-step and one maximum: the decodes' reads hide behind the prefills' products.
+FLOPs: 2 for each weight of the layers and token, of experts for those that a token is given, 2 for each weight of the
+last projection and sampled token, and 4 Hq D a layer for each pair of a token and a key that it sees. Bytes: the
+weights once, of experts as many as are distinct on average where tokens choose evenly and independently; each row's
+keys and values once, those of the step's tokens written; where all layers have a window, the keys that it shows.
+Prefills and decodes share one step and one maximum: the decodes' reads hide behind the prefills' products.
 
 What is assumed: every kernel reaches the data sheet's peak, activations stay in the caches, the host's work is hidden
 behind the GPU's. So a time is a lower bound; the launches are the one allowance: ten a layer, replayed from a CUDA
@@ -64,10 +65,13 @@ class StepTime:
 
     def __init__(self, gpu: Gpu, model: ModelShape, page_size: int) -> None:
         heads = model.num_layers * model.query_width
-        self._token_seconds = 2 * model.layer_weights / gpu.flops_per_s
+        shared, experts = model.layer_weights - model.expert_weights, model.expert_weights
+        self._chosen = model.chosen
+        self._token_seconds = 2 * (shared + model.chosen * experts) / gpu.flops_per_s
         self._sample_seconds = 2 * model.head_weights / gpu.flops_per_s
         self._pair_seconds = 4 * heads / gpu.flops_per_s
-        self._weight_seconds = ELEMENT_BYTES * model.layer_weights / gpu.memory_bytes_per_s
+        self._weight_seconds = ELEMENT_BYTES * shared / gpu.memory_bytes_per_s
+        self._expert_seconds = ELEMENT_BYTES * experts / gpu.memory_bytes_per_s
         self._head_seconds = ELEMENT_BYTES * model.head_weights / gpu.memory_bytes_per_s
         self._kv_seconds = model.kv_bytes_per_token / gpu.memory_bytes_per_s
         self._launch_seconds = _KERNELS_PER_LAYER * _LAUNCH_SECONDS * model.num_layers
@@ -83,11 +87,15 @@ class StepTime:
             + work.num_sampled * self._sample_seconds
             + work.num_pairs * self._pair_seconds
         )
-        memory = self._weight_seconds + (work.num_context + work.num_tokens) * self._kv_seconds
+        memory = self._weights(work.num_tokens) + (work.num_context + work.num_tokens) * self._kv_seconds
         memory += work.num_states * self._state_seconds
         if work.num_sampled:
             memory += self._head_seconds
         return max(compute, memory) + self._launch_seconds
+
+    def _weights(self, num_tokens: int) -> float:
+        """Seconds to read the layers' weights that `num_tokens` tokens are multiplied with."""
+        return self._weight_seconds + self._expert_seconds * (1 - (1 - self._chosen) ** num_tokens)
 
     def decodes(self, num_rows: int, first_context: int, count: int) -> NDArray[np.float64]:
         """[count] seconds of steps in which `num_rows` rows decode a token each, the first with `first_context` tokens
@@ -95,7 +103,7 @@ class StepTime:
         """
         context = first_context + num_rows * np.arange(count)
         compute = num_rows * self._token_seconds + num_rows * self._sample_seconds + context * self._pair_seconds
-        memory = self._weight_seconds + (context + num_rows) * self._kv_seconds + self._head_seconds
+        memory = self._weights(num_rows) + (context + num_rows) * self._kv_seconds + self._head_seconds
         seconds: NDArray[np.float64] = np.maximum(compute, memory) + self._launch_seconds
         return seconds
 

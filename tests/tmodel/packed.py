@@ -48,6 +48,8 @@ class Driver:
     padding: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)
+    """(sequence, position) of each row of the batch that runs."""
 
     def __post_init__(self) -> None:
         config: ModelConfig = self.model.config
@@ -73,6 +75,7 @@ class Driver:
         decodes = [(i, count) for i, count in step if count == 1 and self.done[i]]
         ordered = decodes + [part for part in step if part not in decodes]
         rows = [(i, position) for i, count in ordered for position in range(self.done[i], self.done[i] + count)]
+        self.rows = rows
         for i, count in ordered:
             self.done[i] += count
         chosen = torch.tensor([i for i, _ in ordered])

@@ -14,14 +14,19 @@ from tmodel import ConfigError, known_architectures, load_config
 from tmodel.architectures.gpt2 import GPT2Config
 from tmodel.architectures.llama import LlamaConfig
 from tmodel.architectures.mistral import MistralConfig
+from tmodel.architectures.mixtral import MixtralConfig
+from tmodel.architectures.olmoe import OlmoeConfig
 from tmodel.architectures.qwen2 import Qwen2Config
 from tmodel.architectures.qwen3 import Qwen3Config
+from tmodel.architectures.qwen3_moe import Qwen3MoeConfig
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.fields import HuggingFaceConfig, RotaryConfig
 from tmodel.quantization import Feed
 from tmodel.rotary import Rope, RopeParameters
 
-CONFIGS = (GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
+CONFIGS = (
+    GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, OlmoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+)  # fmt: skip
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
 

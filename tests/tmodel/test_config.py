@@ -58,6 +58,8 @@ def test_every_spelling_of_the_rotary_base(write_checkpoint: WriteCheckpoint, sp
     assert qwen3_fields(load_config(write_checkpoint(**spelling))).rope_parameters.rope_theta == 5e5
 
 
+# What a config of a mixture of experts has beside; with 64 hidden, heads of 16 dims need not be named.
+MIXTURE = {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 LISTS = {"short_factor": [1.0] * 8, "long_factor": [2] * 8}
 LLAMA3 = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -85,7 +87,7 @@ def spelled(kind: str, name: str, value: Any) -> dict[str, Any]:
 def test_old_and_new_spelling_give_equal_configs(
     architecture: str, kind: str, parameters: dict[str, Any], write_checkpoint: WriteCheckpoint
 ) -> None:
-    file: dict[str, Any] = {"architectures": [architecture], "rope_theta": ..., "torch_dtype": ...}
+    file: dict[str, Any] = {**MIXTURE, "architectures": [architecture], "rope_theta": ..., "torch_dtype": ...}
     new = {"rope_type": kind, "rope_theta": 5e5, **parameters}
     config = load_config(write_checkpoint({}, **file, dtype="float16", rope_parameters=new))
     rope = config.fields.rope_parameters  # type: ignore[attr-defined]
@@ -166,7 +168,8 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, r"unknown architecture 'Qwen3MoeForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": ["Qwen2MoeForCausalLM"]}, r"unknown architecture 'Qwen2MoeForCausalLM'.*Qwen3ForCausalLM"),
+        ({"architectures": ["DeepseekV3ForCausalLM"]}, "unknown architecture 'DeepseekV3ForCausalLM'"),
         ({"architectures": ...}, "architectures must name exactly one"),
         ({"vocab_size": ...}, "vocab_size: Field required"),
         ({"hidden_size": "wide"}, "hidden_size: .*integer, got 'wide'"),
@@ -250,8 +253,8 @@ def test_heads_share_the_hidden_size_where_no_head_dim_is_given(
         ),
         ({"sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
         ({**MISTRAL, "sliding_window": 0}, "sliding_window: .*greater than 0, got 0"),
-        ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "sliding_window=4096 Mistral's 2 layers are all sliding"),
-        ({**MISTRAL, "layer_types": ["sliding_attention"]}, "sliding_window=4096 Mistral's 2 layers are all sliding"),
+        ({**MISTRAL, "layer_types": ["full_attention"] * 2}, "sliding_window=4096 the 2 layers are all sliding"),
+        ({**MISTRAL, "layer_types": ["sliding_attention"]}, "sliding_window=4096 the 2 layers are all sliding"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'; supported are float64, float32, float16, bfloat16"),
         ({"eos_token_id": 40}, "eos_token_id 40 is not a token id below vocab_size=40"),
         (

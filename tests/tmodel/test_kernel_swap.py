@@ -13,13 +13,16 @@ import torch
 
 import tkernels
 from tests.tmodel.formats import by_hand, eight_bits, models
+from tests.tmodel.mixtures import MIXTURE
 from tests.tmodel.packed import Driver, in_one_go, load
 from tkernels import KernelSet, SelectionError
+from tkernels.quantized.stacked import StackedWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.selection import Choices
 from tmodel import Batch, Limits, kernel_axes, load_config, with_kernels
+from tmodel.decoders.experts import ExpertsLayer
 from tmodel.decoders.pre_norm import PreNormModel
-from tmodel.layers import PagedAttention
+from tmodel.layers import ExpertsMLP, PagedAttention
 
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=16, num_blocks=32)
 
@@ -45,6 +48,12 @@ def downs(model: PreNormModel) -> list[QuantizedWeight]:
     return weights
 
 
+def experts(model: PreNormModel) -> ExpertsMLP:
+    mlp = model.layers[0].mlp
+    assert isinstance(mlp, ExpertsLayer)
+    return mlp.experts
+
+
 def test_a_quantized_weight_is_prepared_for_the_kernel_that_reads_it(tmp_path: Path) -> None:
     directory, _ = models.write_models(tmp_path, by_hand.Kind("gptq", 4, 32), num_hidden_layers=1)
     plain = loaded(directory, {"dequant_gemm": "torch"})
@@ -57,6 +66,26 @@ def test_a_quantized_weight_is_prepared_for_the_kernel_that_reads_it(tmp_path: P
     assert swapped.embedding is plain.embedding
     with pytest.raises(SelectionError, match="variant 'torch' reads its weights in another layout than 'auto'"):
         with_kernels(swapped, select(directory, {"dequant_gemm": "torch"}))
+
+
+@pytest.mark.parametrize("choices", [{"moe_mlp": "dequant_padded_tiles"}, {"moe_mlp": "auto"}], ids=str)
+def test_quantized_experts_are_prepared_for_the_kernel_that_reads_them(choices: dict[str, str], tmp_path: Path) -> None:
+    fields = {**MIXTURE, "num_hidden_layers": 1, "moe_intermediate_size": 32, "hidden_size": 32}
+    directory, _ = models.write_models(tmp_path, by_hand.Kind("gptq", 4, 32, act_order=True), **fields)
+    plain = loaded(directory, {"moe_mlp": "torch"})
+    swapped = with_kernels(plain, select(directory, choices))
+    assert isinstance(swapped, PreNormModel)
+    anew = loaded(directory, choices)
+    mine, expected = experts(swapped), experts(anew)
+    for one, other in ((mine.gate_up, expected.gate_up), (mine.down, expected.down)):
+        assert isinstance(one, StackedWeight)
+        assert isinstance(other, StackedWeight)
+        assert one.order == other.order == "interleaved"
+        assert torch.equal(one.packed, other.packed)
+    assert [one.order for one in (experts(plain).gate_up, experts(plain).down)] == ["sequential"] * 2  # type: ignore[union-attr]
+    torch.testing.assert_close(logits(swapped), logits(plain), rtol=1e-4, atol=1e-3)
+    with pytest.raises(SelectionError, match="kernels.moe_mlp: variant 'torch' reads its weights in another layout"):
+        with_kernels(swapped, select(directory, {"moe_mlp": "torch"}))
 
 
 def test_kernels_of_inputs_and_of_codes_are_both_new(tmp_path: Path) -> None:

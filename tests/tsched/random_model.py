@@ -51,6 +51,14 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 9},
     "Qwen2ForCausalLM": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "GPT2LMHeadModel": {"num_attention_heads": 2, "scale_attn_by_inverse_layer_idx": True},
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        "num_hidden_layers": 3, "mlp_only_layers": [1],
+    },
+    "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "OlmoeForCausalLM": {
+        "num_experts": 16, "num_experts_per_tok": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    },
 }  # fmt: skip
 """What each has beside SHAPE."""
 

@@ -52,8 +52,8 @@ def calls(ops: Registry, op: str, variant: str) -> list[int]:
     return module.CALLS
 
 
-def write_gpt2(directory: Path) -> Path:
-    save_random_model(directory, "GPT2LMHeadModel")
+def write_random(directory: Path, architecture: str) -> Path:
+    save_random_model(directory, architecture)
     return directory
 
 
@@ -65,7 +65,8 @@ def make_kinds(dense: Path, directory: Path) -> dict[str, Path]:
     """Checkpoints whose models call every op between them."""
     return {
         "dense": dense,
-        "gpt2": write_gpt2(directory / "gpt2"),
+        "gpt2": write_random(directory / "gpt2", "GPT2LMHeadModel"),
+        "experts": write_random(directory / "experts", "Qwen3MoeForCausalLM"),
         "4 bits": models.write_models(directory / "four", by_hand.Kind("gptq", 4, 128))[0],
         "8 bits": write_eight_bits(directory / "eight", "channel"),
         "8 bits in blocks": write_eight_bits(directory / "blocks", "block"),

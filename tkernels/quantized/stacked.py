@@ -1,6 +1,6 @@
 """StackedWeight: the quantized weights of all experts of a layer as one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -123,31 +123,50 @@ class StackedWeight:
         return self.map_tensors(lambda part: part.to(device, dtype if part.is_floating_point() else None))
 
 
-def stack(weights: Sequence[QuantizedWeight]) -> StackedWeight:
+def stack(weights: Iterable[QuantizedWeight], num_experts: int) -> StackedWeight:
     """Experts' weights as one, bit for bit.
+
+    Each is written into its place before the next is taken, so of weights that are made one by one two copies are in
+    memory of one expert alone. Zero-points are kept where an expert has some that are not in the middle, and
+    permutations where one has codes in another order than inputs.
+
+    Args:
+        weights: `num_experts` of them.
+        num_experts: E.
 
     Raises:
         ValueError: An expert that is quantized unlike the first, or in a way that is not stacked: which, and what.
     """
-    first = weights[0]
+    like: QuantizedWeight | None = None  # the first in all but its contents
+    parts: dict[str, torch.Tensor] = {}
     for number, weight in enumerate(weights):
-        if reason := _unlike(first, weight):
+        like = _without_contents(weight) if like is None else like
+        if reason := _unlike(like, weight):
             raise ValueError(f"expert {number} cannot stand beside expert 0: {reason}")
-    symmetric = all(weight.zeros is None for weight in weights)
+        for name in _PARTS:
+            part: torch.Tensor | None = getattr(weight, name)
+            if part is not None and name not in parts:
+                parts[name] = part.new_empty((num_experts, *part.shape))
+                if number:
+                    parts[name][:number] = _implied(name, weight)
+            if name in parts:
+                parts[name][number] = _implied(name, weight) if part is None else part
+        del weight, part
+    assert like is not None, "there are experts"
+    bits, group_size, order, inputs = like.bits, like.group_size, like.order, like.inputs
+    made: dict[str, Any] = {name: parts.get(name) for name in _PARTS}
+    return StackedWeight(**made, bits=bits, group_size=group_size, order=order, inputs=inputs)
 
-    def stacked(name: str) -> Any:
-        if name == "zeros":
-            return None if symmetric else torch.stack([zeros_of(weight) for weight in weights])
-        parts = [getattr(weight, name) for weight in weights]
-        return None if parts[0] is None else torch.stack(parts)
 
-    return StackedWeight(
-        **{name: stacked(name) for name in _PARTS},
-        bits=first.bits,
-        group_size=first.group_size,
-        order=first.order,
-        inputs=first.inputs,
-    )
+def _without_contents(weight: QuantizedWeight) -> QuantizedWeight:
+    return weight.map_tensors(lambda part: part.to("meta"))
+
+
+def _implied(name: str, weight: QuantizedWeight) -> torch.Tensor:
+    """The zero-points or the permutation that a weight without them stands for."""
+    if name == "zeros":
+        return zeros_of(replace(weight, zeros=None))
+    return torch.arange(weight.places, dtype=torch.int32, device=weight.device)
 
 
 def _unlike(first: QuantizedWeight, weight: QuantizedWeight) -> str | None:
@@ -158,8 +177,6 @@ def _unlike(first: QuantizedWeight, weight: QuantizedWeight) -> str | None:
         mine, theirs = getattr(first, name), getattr(weight, name)
         if mine != theirs:
             return f"its {name} is {theirs}, not {mine}"
-    if (first.permutation is None) != (weight.permutation is None):
-        return "only one of them is permuted"
     return None
 
 

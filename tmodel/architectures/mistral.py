@@ -12,8 +12,7 @@ from pydantic import PositiveInt
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.decoders.gated_mlp import GatedMLP
 from tmodel.decoders.pre_norm import DecoderLayer, PreNormDecoder, pre_norm_architecture
-from tmodel.fields import Epsilon, LayerType, RotaryConfig, divide_heads
-from tmodel.json_files import ConfigError
+from tmodel.fields import Epsilon, LayerType, RotaryConfig, divide_heads, equal_windows
 
 
 class MistralConfig(RotaryConfig):
@@ -35,13 +34,7 @@ class MistralConfig(RotaryConfig):
 
 def decoder(fields: MistralConfig) -> PreNormDecoder:
     """Mistral of these sizes; ConfigError names a field that transformers would compute otherwise."""
-    layer_type = "full_attention" if fields.sliding_window is None else "sliding_attention"
-    layer_types = [layer_type] * fields.num_hidden_layers
-    if fields.layer_types not in (None, layer_types):
-        raise ConfigError(
-            f"layer_types is {fields.layer_types}; with sliding_window={fields.sliding_window} Mistral's "
-            f"{fields.num_hidden_layers} layers are all {layer_type}, and transformers ignores the field"
-        )
+    equal_windows(fields.layer_types, fields.sliding_window, fields.num_hidden_layers)
     head_dim = fields.head_dim or divide_heads(fields.hidden_size, fields.num_attention_heads)
     attention = GroupedQueryAttention(
         fields.hidden_size,

@@ -32,6 +32,7 @@ class GroupedQueryAttention:
         qkv_bias: Whether the query, key and value projections have a bias.
         output_bias: Whether the output projection has one.
         head_norm_eps: Of an RMS norm of each query and each key head, ahead of the turn; None is no norm.
+        joint_norm_eps: Of an RMS norm of all query heads as one vector, and of all key heads; None is no norm.
     """
 
     hidden_size: int
@@ -43,12 +44,21 @@ class GroupedQueryAttention:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm_eps: float | None = None
+    joint_norm_eps: float | None = None
 
     def norms(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the heads' norms; `name` is the attention's own."""
-        if self.head_norm_eps is None:
-            return {}
-        return {f"{name}.{norm}.weight": (self.head_dim,) for norm in ("q_norm", "k_norm")}
+        """Name -> shape of the norms of queries and keys; `name` is the attention's own."""
+        widths = self.joint_norm_widths
+        if self.head_norm_eps is not None:
+            widths = (self.head_dim, self.head_dim)
+        return {f"{name}.{norm}.weight": (width,) for norm, width in zip(("q_norm", "k_norm"), widths, strict=False)}
+
+    @property
+    def joint_norm_widths(self) -> tuple[int, ...]:
+        """Of the norms of all query heads and of all key heads; none where there are none."""
+        if self.joint_norm_eps is None:
+            return ()
+        return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
         """The joint query, key and value projection, whose inputs `fed_by` makes, and the output projection."""
@@ -87,8 +97,8 @@ class AttentionLayer:
 
     shape: GroupedQueryAttention
     qkv: Linear | JoinedLinear  # H -> (Hq + 2 Hkv) D
-    q_norm: torch.Tensor | None  # [D]
-    k_norm: torch.Tensor | None  # [D]
+    q_norm: torch.Tensor | None  # [D], or [Hq D] of a joint norm
+    k_norm: torch.Tensor | None  # [D], or [Hkv D]
     output: Linear | JoinedLinear  # Hq D -> H
     scales: Mapping[str, torch.Tensor]  # k_scale and v_scale, [Hkv] each, where the checkpoint has some for its cache
 
@@ -111,9 +121,16 @@ class AttentionLayer:
         shape, cos_sin = self.shape, rotation
         heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
         q, k, v = self.qkv(hidden).view(-1, sum(heads), shape.head_dim).split(heads, dim=1)  # views [T, heads, D]
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if shape.joint_norm_eps is not None:
+            q, k = (
+                step.kernels.rms_norm(heads.flatten(1), norm, shape.joint_norm_eps).view(heads.shape)
+                for heads, norm in ((q, q_norm), (k, k_norm))
+            )
+            q_norm = k_norm = None
         step.kernels.qk_norm_rope_scatter(
             q, k, v, *cos_sin, step.positions, k_cache, v_cache, step.slots,
-            q_weight=self.q_norm, k_weight=self.k_norm, eps=shape.head_norm_eps or 0.0,
+            q_weight=q_norm, k_weight=k_norm, eps=shape.head_norm_eps or 0.0,
             **self.scales,
         )  # fmt: skip
         return step(q, k_cache, v_cache, shape.window, **self.scales).flatten(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -26,6 +27,13 @@ class GatedMLP:
     hidden_size: int
     intermediate_size: int
     bias: bool = False
+
+    block: ClassVar[str] = "mlp"
+    """What the names of a layer's tensors call it."""
+
+    def routers(self, name: str) -> tuple[()]:
+        """None: it is the same for every token."""
+        return ()
 
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
         """The joint gate and up projection, whose inputs `fed_by` makes, and the down projection; `name` is the

@@ -17,10 +17,11 @@ from tkernels.ranges import Range
 from tmodel.batch import Batch, KVCache
 from tmodel.config import Architecture, Axes, Limits, ModelConfig
 from tmodel.decoders.attention import AttentionLayer, GroupedQueryAttention
+from tmodel.decoders.experts import Experts, ExpertsLayer
 from tmodel.decoders.gated_mlp import GatedMLP, MLPLayer
 from tmodel.fields import HuggingFaceConfig
 from tmodel.json_files import ConfigError
-from tmodel.kernel_axes import attention_axes, linear_axes, rms_norm_axes, rotary_axes
+from tmodel.kernel_axes import attention_axes, experts_axes, linear_axes, rms_norm_axes, rotary_axes
 from tmodel.layers import PagedAttention, count_weight_bytes
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
@@ -34,7 +35,7 @@ class DecoderLayer:
     """One layer's parts; each has an RMS norm ahead of it."""
 
     attention: GroupedQueryAttention
-    mlp: GatedMLP
+    mlp: GatedMLP | Experts
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class PreNormDecoder:
         for index, layer in enumerate(self.layers):
             shapes |= {f"{norm.name}.weight": (self.hidden_size,) for norm in _norms(index)}
             shapes |= layer.attention.norms(_attention(index))
-            for shape in self._linears_of(index):
+            for shape in [*layer.mlp.routers(self.mlp_name(index)), *self._linears_of(index)]:
                 shapes |= shape.tensors()
         return shapes
 
@@ -83,18 +84,35 @@ class PreNormDecoder:
     def _linears_of(self, index: int) -> list[LinearShape]:
         layer, (attention_norm, mlp_norm) = self.layers[index], _norms(index)
         attention = layer.attention.linears(_attention(index), attention_norm)
-        return [*attention, *layer.mlp.linears(_mlp(index), mlp_norm)]
+        return [*attention, *layer.mlp.linears(self.mlp_name(index), mlp_norm)]
+
+    def mlp_name(self, index: int) -> str:
+        """What the names of layer `index`'s MLP begin with."""
+        return f"{_LAYERS}.{index}.{self.layers[index].mlp.block}"
 
     def axes(self, config: ModelConfig, limits: Limits) -> Axes:
         """The ops that the model calls."""
         attention = self.layers[0].attention
-        linears = [*self.linears(), self.head()] if self.tied_head else self.linears()
+        routers = [
+            shape for index, layer in enumerate(self.layers) for shape in layer.mlp.routers(self.mlp_name(index))
+        ]
+        linears = [*self.linears(), *routers, *([self.head()] if self.tied_head else [])]
         return {
             **linear_axes(linears, config.quantization, limits),
-            **rms_norm_axes(self.hidden_size, limits),
+            **self._experts_axes(config, limits),
+            **rms_norm_axes(self.hidden_size, limits, *attention.joint_norm_widths),
             **rotary_axes(config, limits, attention.rope.dim, head_norms=attention.head_norm_eps is not None),
             **attention_axes(config, limits),
         }
+
+    def _experts_axes(self, config: ModelConfig, limits: Limits) -> Axes:
+        """What the layers with experts call; all of them have as many, and give a token as many."""
+        mixtures = {index: layer.mlp for index, layer in enumerate(self.layers) if isinstance(layer.mlp, Experts)}
+        if not mixtures:
+            return {}
+        linears = [mlp.linears(self.mlp_name(index), _norms(index)[1]) for index, mlp in mixtures.items()]
+        one = next(iter(mixtures.values()))
+        return experts_axes(linears, config.quantization, limits, top_k=one.top_k, normalize=one.normalize)
 
 
 def _norms(index: int) -> tuple[Feed, Feed]:
@@ -106,10 +124,6 @@ def _attention(index: int) -> str:
     return f"{_LAYERS}.{index}.self_attn"
 
 
-def _mlp(index: int) -> str:
-    return f"{_LAYERS}.{index}.mlp"
-
-
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer with its weights."""
@@ -118,7 +132,7 @@ class LayerWeights:
     attention_norm: torch.Tensor  # [H]
     attention: AttentionLayer
     mlp_norm: torch.Tensor  # [H]
-    mlp: MLPLayer
+    mlp: MLPLayer | ExpertsLayer
 
 
 class PreNormModel:
@@ -155,7 +169,7 @@ class PreNormModel:
             attention_norm=checkpoint.tensor(f"{attention_norm.name}.weight", (decoder.hidden_size,)),
             attention=layer.attention.build(_attention(index), attention_norm, checkpoint, reader),
             mlp_norm=checkpoint.tensor(f"{mlp_norm.name}.weight", (decoder.hidden_size,)),
-            mlp=layer.mlp.build(_mlp(index), mlp_norm, reader),
+            mlp=layer.mlp.build(decoder.mlp_name(index), mlp_norm, reader),
         )
 
     @property

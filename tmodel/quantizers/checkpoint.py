@@ -17,7 +17,7 @@ from tmodel.config import ModelConfig
 from tmodel.formats.base import QuantizationFormat
 from tmodel.json_files import ConfigError, read_json
 from tmodel.loading import load_config
-from tmodel.quantization import LinearShape
+from tmodel.quantization import LinearShape, Quantization
 from tmodel.quantizers.calibration import choose_windows, forward, head_gradient
 from tmodel.quantizers.layers import (
     TransformersLayers,
@@ -132,13 +132,15 @@ def check_settings(config: ModelConfig, method: Method, bits: int, group_size: i
         raise QuantizerError(f"{method.name} writes {supported} bits, not {bits}")
     if not method.grouped and group_size != -1:
         raise QuantizerError(f"{method.name} has no groups: group size must be -1, got {group_size}")
+    if method.walk != "none" and any(shape.num_experts for shape in config.linears()):
+        raise QuantizerError(
+            f"{config.architecture.name} has experts, whose inputs {method.name} would have to see, which is not "
+            "supported; rtn needs none"
+        )
     if not _quantized_linears(config):
         raise QuantizerError(f"{config.architecture.name} names no linear layers that could be quantized")
     try:
-        checkpoint_format = method.format(bits, group_size)
-        for shape in _quantized_linears(config):
-            for name, outputs in zip(shape.names, shape.outputs, strict=True):
-                checkpoint_format.check(name, outputs, shape.inputs)
+        Quantization(method.format(bits, group_size), tuple(_quantized_linears(config)))
     except ValidationError as error:
         why = "; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())
         raise QuantizerError(f"{method.name} with {bits} bits, group size {group_size}: {why}") from None

@@ -1,6 +1,7 @@
 """The time model, against figures worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,29 @@ def test_a_directory_gives_its_shape(tmp_path: Path) -> None:
     norms = 2 * (2 * 32 + 2 * 16) + 32
     assert (shape.layer_weights, shape.head_weights) == (weights, 9600)
     assert shape.weight_bytes == 2 * (weights + 2 * 9600 + norms)
+
+
+def test_of_experts_the_distinct_ones_are_read_and_the_chosen_ones_computed(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = find_shape(str(tmp_path))
+    experts, router, dense = 8 * 3 * 32 * 24, 8 * 32, 3 * 32 * 48
+    shared = 2 * 32 * (2 * 64 + 2 * 32) + router + dense
+    assert (shape.expert_weights, shape.layer_weights, shape.chosen) == (experts, shared + experts, 0.25)
+    gpu = replace(find_gpu("H100"), flops_per_s=1e30)
+    launches = StepTime(gpu, replace(shape, layer_weights=0, expert_weights=0, kv_bytes_per_token=0), 16)
+    read = StepTime(gpu, replace(shape, kv_bytes_per_token=0), 16)
+    for tokens, distinct in ((1, 2), (2, 2 + 6 / 4), (1000, 8)):
+        work = Work(tokens, 0, 0, 0)
+        seconds = read.step(work) - launches.step(work)
+        assert seconds == pytest.approx(2 * (shared + experts * distinct / 8) / gpu.memory_bytes_per_s, rel=1e-4)
+        slow = replace(gpu, flops_per_s=1.0, memory_bytes_per_s=1e30)
+        assert StepTime(slow, shape, 16).step(work) == pytest.approx(2 * tokens * (shared + experts / 4))
+    assert read.decodes(3, 5, 2)[0] == read.step(Work(3, 3, 5, 5))
 
 
 def test_unknown_names_list_the_known() -> None:

@@ -82,8 +82,12 @@ def settings(kind: Kind) -> dict[str, Any]:
     }
 
 
-def linear(kind: Kind, outputs: int, inputs: int, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """(the layer's tensors by the last part of their names, the dense weight [N, K] float64)."""
+def linear(
+    kind: Kind, outputs: int, inputs: int, rng: np.random.Generator, order: np.random.Generator | None = None
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """(the layer's tensors by the last part of their names, the dense weight [N, K] float64); `order` draws the order
+    of activations in place of `rng`.
+    """
     if kind.method == "squeezellm":
         return _squeezellm(kind.bits, outputs, inputs, rng)
     bits, group_size = kind.bits, inputs if kind.group_size == -1 else kind.group_size
@@ -99,7 +103,7 @@ def linear(kind: Kind, outputs: int, inputs: int, rng: np.random.Generator) -> t
     scales = (rng.random((groups, outputs)) + 0.5).astype(np.float16) * np.float16(0.5 / 2**bits)
     group_of = np.arange(inputs) // group_size
     if kind.act_order:
-        group_of = rng.permutation(group_of)
+        group_of = (order or rng).permutation(group_of)
     zeros = stored.astype(np.float64) + added
     dense = (codes - zeros[group_of].T) * scales.astype(np.float64)[group_of].T
     if kind.method == "awq":

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests.tmodel.conftest import CONFIG, checkpoint_tensors
 from tests.tmodel.formats.by_hand import Kind, as_torch, linear, settings
+from tests.tmodel.mixtures import mixture_tensors
 
 SHAPE = {
     **CONFIG,
@@ -38,10 +39,10 @@ def write_models(
     **changes: Any,
 ) -> tuple[Path, Path]:  # fmt: skip
     """(a quantized model, its dense twin): `kind_of` a layer's name, None for a dense one; `quantization` is the config
-    where it is not the kind's own.
+    where it is not the kind's own. An expert's gate and up have one order of activations, as their inputs are the same.
     """
     config = {**SHAPE, **changes}
-    dense = checkpoint_tensors(config)
+    dense = mixture_tensors(config) if "num_experts" in config else checkpoint_tensors(config)
     if config.get("attention_bias"):
         widths = {name: tensor.shape[0] for name, tensor in dense.items() if "self_attn" in name and tensor.dim() == 2}
         dense |= {name.replace("weight", "bias"): torch.linspace(-1, 1, width) for name, width in widths.items()}
@@ -52,7 +53,10 @@ def write_models(
         kind = kind_of if isinstance(kind_of, Kind) else kind_of(layer)
         if not name.endswith("_proj.weight") or kind is None:
             continue
-        parts, weight = linear(kind, *tensor.shape, rng)
+        order = (
+            np.random.default_rng(list(layer.replace("up_proj", "gate_proj").encode())) if "experts" in layer else None
+        )
+        parts, weight = linear(kind, *tensor.shape, rng, order)
         del quantized[name]
         quantized |= as_torch(parts, f"{layer}.")
         dense[name] = torch.from_numpy(weight).float()

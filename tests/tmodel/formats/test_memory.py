@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import torch
 
+import tkernels
 import tmodel.linear_reader
 from tests.tmodel.formats import by_hand, eight_bits
 from tests.tmodel.formats.by_hand import Kind, as_torch, settings
 from tests.tmodel.formats.models import SHAPE, write, write_models
+from tests.tmodel.mixtures import MIXTURE, SMALL
 from tests.tmodel.packed import load
 from tkernels import PrepareReport, Variant
 from tkernels.quantized.weight import QuantizedWeight
+from tkernels.variant import as_it_is
 from tmodel import PRESETS
 from tmodel.random_weights import write_random
 
@@ -54,16 +57,22 @@ Parts = Callable[[int, int], dict[str, torch.Tensor]]
 """(outputs, inputs) -> a layer's tensors."""
 
 
-def write_wide(directory: Path, quantization: Mapping[str, Any], parts: Parts) -> Path:
+def write_wide(directory: Path, quantization: Mapping[str, Any], parts: Parts, experts: int = 0) -> Path:
     """A model of 50 MB and more whose layers are each a small part of it: of 25 MB, one and its copy decide by luck."""
     config = {**SHAPE, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 48, "head_dim": 128}
     config |= {"torch_dtype": "float16", "quantization_config": quantization}
     names = {"q_proj": (512, 512), "k_proj": (256, 512), "v_proj": (256, 512), "o_proj": (512, 512)}
-    mlp = {"gate_proj": (1536, 512), "up_proj": (1536, 512), "down_proj": (512, 1536)}
+    width = 128 if experts else 1536
+    mlp = {"gate_proj": (width, 512), "up_proj": (width, 512), "down_proj": (512, width)}
+    if experts:
+        config |= {**MIXTURE, "num_experts": experts, "moe_intermediate_size": width, "num_hidden_layers": 48}
+        mlp = {f"experts.{i}.{name}": shape for i in range(experts) for name, shape in mlp.items()}
     tensors = {name: torch.ones(40, 512).half() for name in ("model.embed_tokens.weight", "lm_head.weight")}
     tensors["model.norm.weight"] = torch.ones(512).half()
     for index in range(48):
         prefix = f"model.layers.{index}"
+        if experts:
+            tensors[f"{prefix}.mlp.gate.weight"] = torch.ones(experts, 512).half()
         for name, width in (("input_layernorm", 512), ("post_attention_layernorm", 512),
                             ("self_attn.q_norm", 128), ("self_attn.k_norm", 128)):  # fmt: skip
             tensors[f"{prefix}.{name}.weight"] = torch.ones(width).half()
@@ -149,6 +158,36 @@ def test_so_does_a_dense_model_of_every_architecture(preset: str, tied: bool, tm
         (tmp_path / name).mkdir()
         write_random(shape, tmp_path / name, 0)
     assert_peak(tmp_path / "small", tmp_path / "large", {})
+
+
+EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM")
+PREPARING = [
+    variant.name
+    for variant in tkernels.OPS["moe_mlp"].variants.values()
+    if variant.kind == "triton" and variant.prepare is not as_it_is
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_so_does_a_dense_mixture_of_experts(architecture: str, tmp_path: Path) -> None:
+    """A layer is a twelfth of it, nine tenths of which are experts."""
+    small = {**SMALL, "architectures": [architecture], "head_dim": 4, "hidden_size": 16}
+    wide = {"hidden_size": 256, "head_dim": 64, "num_hidden_layers": 12, "num_experts": 16, "num_experts_per_tok": 2}
+    large = {**small, **wide, "intermediate_size": 256, "moe_intermediate_size": 256}
+    for name, shape in (("small", {**small, "head_dim": 16, "hidden_size": 64}), ("large", large)):
+        (tmp_path / name).mkdir()
+        write_random(shape, tmp_path / name, 0)
+    assert_peak(tmp_path / "small", tmp_path / "large", {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["torch", *PREPARING])
+@pytest.mark.parametrize("kind", [Kind("gptq", 4, 128), Kind("gptq", 4, 32, act_order=True)], ids=str)
+def test_so_does_a_quantized_mixture_of_experts(kind: Kind, variant: str, tmp_path: Path) -> None:
+    small, _ = write_models(tmp_path, kind, **MIXTURE | {"moe_intermediate_size": 128})
+    large = write_wide(tmp_path / "large", settings(kind), four_bit_parts(kind), experts=16)
+    assert_peak(small, large, {"moe_mlp": variant})
 
 
 def test_no_more_than_one_shape_is_held_in_two_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
+from tests.tmodel.packed import Driver, in_one_go, load
 from tests.tmodel.quantizers.test_layers import layers_of
 from tests.tmodel.test_parity import random_model
 from tkernels.quantized import scaled_weight
@@ -320,6 +321,23 @@ def test_settings_that_fit_no_format_are_refused(
 ) -> None:
     with pytest.raises(QuantizerError, match=expected):
         plan_job(dense, METHODS[method], bits, group_size)
+
+
+def test_experts_are_rounded_and_not_calibrated(tmp_path: Path) -> None:
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    source = random_model(tmp_path / "dense", architecture="Qwen3MoeForCausalLM", **SHAPE, **fields)
+    for method in ("gptq", "awq", "squeezellm", "smoothquant"):
+        with pytest.raises(QuantizerError, match=f"Qwen3MoeForCausalLM has experts, whose inputs {method} would have"):
+            plan_job(source, METHODS[method], METHODS[method].bits[-1], -1)
+    with pytest.raises(QuantizerError, match="experts whose inputs are quantized too"):
+        plan_job(source, METHODS["fp8"], 8, -1)
+    quantize_checkpoint(plan_job(source, METHODS["rtn"], 8, 32), tmp_path / "out", silently)
+    sequences = [torch.arange(20)]
+    rounded, exact = (
+        torch.cat(Driver(load(directory, torch.float32), sequences, torch.float32).run(in_one_go([20])))
+        for directory in (tmp_path / "out", source)
+    )
+    assert 0 < (rounded - exact).square().mean() < 1e-3 * exact.square().mean()
 
 
 def test_too_little_calibration_text_is_refused(dense: Path) -> None:

@@ -126,7 +126,7 @@ def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], p
     names = ("bits", "padding", "group_size", "symmetric", "permuted")
     kind = {name: axes[f"{prefix}{name}"] for name in names} | {"coding": "uniform", "sparse": False}
     point = {"N": outputs, "K": inputs, "weight": axes["weight"], **kind}
-    weight = stack([draw_weight(point, draws) for _ in range(experts)])
+    weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
     if axes[f"{prefix}order"] == "interleaved":
         weight = interleaved_experts(weight)
     # Another padding for each part: one's stride taken for another's, which is as wide, must show.

@@ -1,0 +1,194 @@
+"""Quantized experts: the tokens of the dense twin, one weight for all, and refusals that name the expert."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tmodel.formats import eight_bits
+from tests.tmodel.formats.by_hand import Kind, settings
+from tests.tmodel.formats.models import write_models
+from tests.tmodel.formats.test_models import LIMITS, network, served, tokens
+from tests.tmodel.mixtures import MIXTURE
+from tests.tmodel.packed import load
+from tkernels.quantized.stacked import StackedWeight
+from tmodel import ConfigError, WeightError, kernel_axes, load_config
+from tmodel.decoders.experts import ExpertsLayer
+from tmodel.layers import ExpertsMLP
+
+QWEN3_MOE = {**MIXTURE, "moe_intermediate_size": 128}
+MIXTRAL = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
+GPTQ = Kind("gptq", 4, 32)
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+def experts_of(directory: Path, index: int = 1, **choices: str) -> ExpertsMLP:
+    mlp = network(directory, **choices).layers[index].mlp
+    assert isinstance(mlp, ExpertsLayer)
+    return mlp.experts
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GPTQ,
+        Kind("gptq", 3, 32, symmetric=True),
+        Kind("gptq", 8, -1),
+        Kind("gptq_v2", 4, 32, act_order=True),
+        Kind("gptq", 2, 64, symmetric=True, act_order=True),
+        Kind("awq", 4, 128),
+        Kind("awq", 4, 32, symmetric=True),
+        Kind("compressed-tensors", 4, 32, act_order=True),
+        Kind("compressed-tensors", 4, 128, symmetric=True),
+        Kind("compressed-tensors", 8, -1, symmetric=True),
+    ],
+    ids=str,
+)
+def test_quantized_experts_say_what_their_dense_twin_says(kind: Kind, tmp_path: Path) -> None:
+    quantized, dense = write_models(tmp_path, kind, **QWEN3_MOE)
+    assert tokens(served(quantized)) == tokens(served(dense))
+    experts = experts_of(quantized)
+    for weight, shape in ((experts.gate_up, (4, 256, 128)), (experts.down, (4, 128, 128))):
+        assert isinstance(weight, StackedWeight)
+        assert weight.shape == shape
+        assert (weight.bits, weight.symmetric) == (kind.bits, kind.symmetric)
+        assert (weight.permutation is not None) == (kind.act_order and kind.group_size != -1)
+
+
+def modules_not_converted(*names: str) -> Mapping[str, Any]:
+    return {**settings(Kind("awq", 4, 32)), "modules_to_not_convert": list(names)}
+
+
+MIXED: dict[str, tuple[Callable[[str], Kind | None], Mapping[str, Any], Mapping[str, Any]]] = {
+    "router listed": (lambda name: Kind("awq", 4, 32), modules_not_converted("mlp.gate"), QWEN3_MOE),
+    "first layer's experts dense": (
+        lambda name: None if "layers.0.mlp" in name else GPTQ,
+        {**settings(GPTQ), "dynamic": {r"-:model\.layers\.0\.mlp": {}}},
+        QWEN3_MOE,
+    ),
+    "all downs dense": (
+        lambda name: None if name.endswith("down_proj") else GPTQ,
+        {**settings(GPTQ), "dynamic": {r"-:.*down_proj": {}}},
+        QWEN3_MOE,
+    ),
+    "downs in 8 bits": (
+        lambda name: Kind("gptq", 8 if name.endswith("down_proj") else 4, 32),
+        {**settings(GPTQ), "dynamic": {r"+:.*down_proj": {"bits": 8}}},
+        QWEN3_MOE,
+    ),
+    "attention dense": (
+        lambda name: None if "self_attn" in name else GPTQ,
+        {**settings(GPTQ), "dynamic": {r"-:.*self_attn": {}}},
+        QWEN3_MOE,
+    ),
+    "a dense layer, quantized": (lambda name: GPTQ, settings(GPTQ), {**QWEN3_MOE, "mlp_only_layers": [0]}),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_differs_between_kinds_of_layers_is_mixed(name: str, tmp_path: Path) -> None:
+    kind_of, quantization, fields = MIXED[name]
+    quantized, dense = write_models(tmp_path, kind_of, quantization, **fields)
+    llm = served(quantized)
+    assert tokens(llm) == tokens(served(dense))
+    assert set(llm.kernels) == set(kernel_axes(load_config(quantized), LIMITS))
+
+
+def test_those_of_mixtral_are_w1_w3_and_w2(tmp_path: Path) -> None:
+    """Renamed, the experts of a Qwen3-MoE are Mixtral's."""
+    quantized, _ = write_models(tmp_path / "a", GPTQ, **QWEN3_MOE)
+    named = {"mlp.": "block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    config = {**MIXTRAL, "quantization_config": settings(GPTQ)}
+    renamed = {}
+    for name, tensor in load_file(quantized / "model.safetensors").items():
+        if not name.endswith(("q_norm.weight", "k_norm.weight")):
+            for ours, theirs in named.items():
+                name = name.replace(ours, theirs)
+            renamed[name] = tensor
+    other, _ = write_models(tmp_path / "b", GPTQ, **QWEN3_MOE)
+    save_file(renamed, other / "model.safetensors")
+    raw = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**raw, **config}))
+    one, two = experts_of(quantized), experts_of(other)
+    for mine, theirs in ((one.gate_up, two.gate_up), (one.down, two.down)):
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine.parts(), theirs.parts(), strict=True))
+
+
+def change(directory: Path, changed: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    changed(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_an_expert_without_an_order_stands_beside_those_with_one(tmp_path: Path) -> None:
+    """An expert that calibration never reached keeps its inputs in order; and its zero-points may be in the middle."""
+    quantized, _ = write_models(tmp_path, Kind("gptq_v2", 4, 32, act_order=True), **QWEN3_MOE)
+
+    def unreached(tensors: dict[str, torch.Tensor]) -> None:
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"{EXPERT}.{part}.g_idx"] = torch.arange(128, dtype=torch.int32) // 32
+            tensors[f"{EXPERT}.{part}.qzeros"].fill_(-0x77777778)
+
+    before = experts_of(quantized).gate_up
+    after = experts_of(change(quantized, unreached)).gate_up
+    assert isinstance(before, StackedWeight)
+    assert isinstance(after, StackedWeight)
+    assert after.permutation is not None
+    assert after.zeros is not None
+    assert torch.equal(after.permutation[2], torch.arange(128, dtype=torch.int32))
+    assert bool((after.zeros[2] == 8).all())
+    assert torch.equal(after.permutation[3], before.permutation[3])  # type: ignore[index]
+
+
+def test_experts_in_unlike_orders_are_refused(tmp_path: Path) -> None:
+    quantized, _ = write_models(tmp_path, Kind("gptq", 4, 32, act_order=True), **QWEN3_MOE)
+
+    def shuffled(tensors: dict[str, torch.Tensor]) -> None:
+        order = tensors[f"{EXPERT}.up_proj.g_idx"]
+        tensors[f"{EXPERT}.up_proj.g_idx"] = order.flip(0).contiguous()
+
+    with pytest.raises(WeightError, match=rf"{EXPERT}\.up_proj and its gate differ: they are permuted"):
+        load(change(quantized, shuffled), torch.float32)
+
+
+REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
+    "an expert in 8 bits": (
+        {**settings(GPTQ), "dynamic": {r"+:.*experts\.2\.": {"bits": 8}}},
+        r"layers\.0\.mlp\.experts\.2\.gate_proj is stored as .*bits=8.*but .*experts\.0\.gate_proj as .*bits=4",
+    ),
+    "an expert dense": (
+        {**settings(GPTQ), "dynamic": {r"-:.*experts\.3\.down": {}}},
+        r"layers\.0\.mlp\.experts\.3\.down_proj is stored as dense, but .*experts\.0\.down_proj as .*bits=4",
+    ),
+    "gates dense": (
+        {**settings(Kind("awq", 4, 32)), "modules_to_not_convert": ["gate"]},
+        r"experts\.0\.up_proj is stored as .*but .*experts\.0\.gate_proj as dense",
+    ),
+    "fp8 blocks": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+        r"experts\.0\.gate_proj: experts whose inputs are quantized too \(float8_e4m3fn\) are not supported",
+    ),
+    "int8": (
+        eight_bits.settings(eight_bits.KINDS[0]),
+        r"experts\.0\.gate_proj: experts whose inputs are quantized too",
+    ),
+    "squeezellm": (
+        settings(Kind("squeezellm", 4)),
+        r"experts\.0\.gate_proj: experts whose codes have a table or outliers are not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_experts_stored_unlike_or_in_other_ways_are_refused(name: str, tmp_path: Path) -> None:
+    quantization, message = REFUSED[name]
+    quantized, _ = write_models(tmp_path, GPTQ, quantization, **QWEN3_MOE)
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+        load_config(quantized)

@@ -1,0 +1,92 @@
+"""A mixture of experts: of many gated MLPs each token gets a few, and their outputs are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tmodel.layers import ExpertsMLP, JoinedLinear, Linear
+from tmodel.linear_reader import LinearReader
+from tmodel.quantization import Feed, LinearShape
+from tmodel.weights import WeightError
+
+
+@dataclass(frozen=True)
+class Experts:
+    """E gated MLPs of H to I and back, of which a router gives each token K.
+
+    What an expert counts is the softmax over all experts' scores, in float32.
+
+    Source: Shazeer et al., Outrageously Large Neural Networks, 2017.
+
+    Attributes:
+        hidden_size: H.
+        intermediate_size: I, of one expert.
+        num_experts: E.
+        top_k: K.
+        normalize: Whether what a token's experts count is divided by its sum.
+        rounded: Whether it is rounded to the model's dtype.
+        block: What the names of a layer's tensors call the mixture.
+        projections: What they call an expert's gate, up and down projection.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    normalize: bool
+    rounded: bool
+    block: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def routers(self, name: str) -> tuple[LinearShape]:
+        """The projection to a score for each expert, which no checkpoint has quantized; `name` is the mixture's own."""
+        return (LinearShape((f"{name}.gate",), (self.num_experts,), self.hidden_size),)
+
+    def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
+        """The experts' gate and up projections, and their down projections. The router reads what `fed_by` makes too,
+        so no scale of their inputs can be taken out of it.
+        """
+        experts, hidden, width = self.num_experts, self.hidden_size, self.intermediate_size
+        gate, up, down = self.projections
+        each = [f"{name}.experts.{number}" for number in range(experts)]
+        gates_ups = tuple(f"{expert}.{projection}" for expert in each for projection in (gate, up))
+        downs = tuple(f"{expert}.{down}" for expert in each)
+        return (
+            LinearShape(gates_ups, (width,) * (2 * experts), hidden, gated=True, num_experts=experts),
+            LinearShape(downs, (hidden,) * experts, width, num_experts=experts),
+        )
+
+    def build(self, name: str, fed_by: Feed, reader: LinearReader) -> ExpertsLayer:
+        """The layer with its weights out of the checkpoint."""
+        one_more = f"{name}.experts.{self.num_experts}."
+        for tensor in reader.checkpoint.names:
+            if tensor.startswith(one_more):
+                raise WeightError(
+                    f"{reader.checkpoint.directory}: tensor {tensor!r} is of expert {self.num_experts}, counted from "
+                    f"0, but config.json says that there are {self.num_experts}"
+                )
+        (router,) = self.routers(name)
+        return ExpertsLayer(
+            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayer:
+    """A layer's mixture of experts with its weights."""
+
+    shape: Experts
+    router: Linear | JoinedLinear  # H -> E
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    experts: ExpertsMLP  # H -> H
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [T, H] -> [T, H]."""
+        logits = self.router(hidden)  # [T, E]
+        experts, weights = self.route(logits, self.shape.top_k, normalize=self.shape.normalize)  # [T, K] each
+        if self.shape.rounded:
+            weights = weights.to(hidden.dtype)
+        return self.experts(hidden, experts, weights.float())
