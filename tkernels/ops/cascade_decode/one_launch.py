@@ -41,7 +41,7 @@ from tkernels.ops.paged_decode._attend import (
     unsupported,
 )
 from tkernels.ops.paged_prefill.packed_gqa import tile_sizes
-from tkernels.ops.softmax import tanh_of
+from tkernels.ops.softmax import scale_arguments, tanh_of
 
 # Rows of a tile beyond 64 take more warps, of which a sequence's own keys have no use.
 CONFIGS = tuple(
@@ -372,7 +372,8 @@ def launch(
     acc, groups, min_blocks = run.workspace["acc"], prefix_lens.shape[0], run.config["MIN_BLOCKS"]
     (sequences, _, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
     num_splits = acc.shape[2] // 2
-    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, soft_cap)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     block_n, group = part["BLOCK_N"], part["GROUP"]
     tile = Config(BLOCK_M=run.config["BLOCK_M"], BLOCK_N=run.config["BLOCK_PREFIX"])
     block_m, block_prefix = tile_sizes(tile, max(dim, dim_v), q.element_size())
@@ -392,7 +393,8 @@ def launch(
         **part,
         **pointers("starts prefixes", group_starts, prefix_lens),
         **pointers("arrived[b] acc[b] m[b] l", *(run.workspace[name] for name in ("arrived", "acc", "m", "l"))),
-        **result_arguments(out, lse, v_scale, sinks),
+        **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         sequences=sequences,
         groups=groups,
         tiles=tiles,

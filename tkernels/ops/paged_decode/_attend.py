@@ -16,7 +16,7 @@ from tkernels import Axes, Buffer, Config, DeviceFacts, Run
 from tkernels.language import INTERPRETING, dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
-from tkernels.ops.softmax import scale_arguments, tanh_of, with_sink
+from tkernels.ops.softmax import LOG2_E, tanh_of, with_sink
 
 MAX_SPLITS = 128
 """All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""
@@ -304,9 +304,10 @@ def part_arguments(
     scale: float,
     window: int | None,
     k_scale: torch.Tensor | None,
-    soft_cap: float | None,
 ) -> dict[str, Any]:
-    """What every kernel that reads the cache is given, by the names that all of them use."""
+    """What every kernel that reads the cache is given, by the names that all of them use; `scale_log2` is for logits
+    without a cap.
+    """
     (_, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
     block_h, tiles = head_tile(heads // heads_kv, run.device)
     is_doubled = k_cache.dtype == torch.float8_e4m3fn and block_h == 8
@@ -314,7 +315,7 @@ def part_arguments(
     return {
         **pointers("q[bh] k[psh] v[psh] tables lens k_scale", *tensors),
         "stride_table_b": block_tables.stride(0),
-        **scale_arguments(scale, soft_cap),
+        "scale_log2": scale * LOG2_E,
         "window": window,
         "GROUP": heads // heads_kv,
         "TILES": tiles,
@@ -345,8 +346,6 @@ def split_arguments(
     return splits, {**pointers("acc[b] m[b] l", acc, m, l), "NUM_SPLITS": num_splits, "MIN_BLOCKS": min_blocks}
 
 
-def result_arguments(
-    out: torch.Tensor, lse: torch.Tensor | None, v_scale: torch.Tensor | None, sinks: torch.Tensor | None
-) -> dict[str, Any]:
-    """What `store_attention` is given, as kernels take it."""
-    return {**pointers("out[bh] lse v_scale sinks", out, lse, v_scale, sinks), "stride_lse_b": out.shape[1]}
+def result_arguments(out: torch.Tensor, lse: torch.Tensor | None, v_scale: torch.Tensor | None) -> dict[str, Any]:
+    """What `store_attention` is given beside sinks, as kernels take it."""
+    return {**pointers("out[bh] lse v_scale", out, lse, v_scale), "stride_lse_b": out.shape[1]}

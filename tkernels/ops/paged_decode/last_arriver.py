@@ -33,6 +33,7 @@ from tkernels.ops.paged_decode._attend import (
     store_part,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 # At least 512 keys to a split by default: a part takes (Dv + 2) * 8 bytes for each query head
 # to write and read again, at a group of 4 and bf16 1.6% of what 512 keys take.
@@ -124,7 +125,8 @@ def launch(
     sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, soft_cap)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     rows = min(part["BLOCK_H"], triton.next_power_of_2(part["GROUP"]))
     run.launch(
@@ -132,7 +134,8 @@ def launch(
         (q.shape[0] * splits, k_cache.shape[2] * part["TILES"]),
         **part,
         **parts,
-        **result_arguments(out, lse, v_scale, sinks),
+        **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         arrived_ptr=run.workspace["arrived"],
         splits=splits,
         BLOCK_S=triton.next_power_of_2(parts["NUM_SPLITS"]),

@@ -20,6 +20,7 @@ from tkernels.ops.paged_decode._attend import (
     store_attention,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 36 KB of shared memory with 3 or 4 stages, 70 KB with 5 or 6, 103 KB with 7.
@@ -92,9 +93,10 @@ def launch(
     sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
-    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, soft_cap)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     grid = (q.shape[0], k_cache.shape[2] * part["TILES"])
-    run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale, sinks))
+    run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale), sinks_ptr=sinks)
 
 
 VARIANT = Variant(

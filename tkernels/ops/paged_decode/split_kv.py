@@ -29,6 +29,7 @@ from tkernels.ops.paged_decode._attend import (
     store_part,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 CONFIGS = tuple(
     Config(num_splits=splits, BLOCK_N=block, MIN_BLOCKS=blocks, REDUCE_HEADS=1, num_warps=warps, num_stages=stages)
@@ -109,14 +110,16 @@ def launch(
     return_lse: bool,
 ) -> None:
     (sequences, heads, _), heads_kv, reduce_heads = q.shape, k_cache.shape[2], run.config["REDUCE_HEADS"]
-    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale, soft_cap)
+    part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     run.launch(paged_decode_split_kv_part, (sequences, heads_kv * part["TILES"], splits), **part, **parts)
     run.launch(
         paged_decode_split_kv_reduce,
         (sequences, triton.cdiv(heads, reduce_heads)),
         **parts,
-        **result_arguments(out, lse, v_scale, sinks),
+        **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         **{name: part[name] for name in ("lens_ptr", "window", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_N")},
         heads=heads,
         BLOCK_H=reduce_heads,

@@ -311,8 +311,10 @@ def launch(
     if context_lens.shape[0] == 0:
         return  # every row is padding
     block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
-    if k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120"):
-        # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120.
+    widens = k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120")
+    if widens or (soft_cap is not None and run.device.arch in ("sm_80", "sm_86", "sm_89", "sm_120")):
+        # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120. Beside
+        # a cap's tangents they spilled 20 on sm_80, 28 on sm_86 and sm_89, and 128 on sm_120.
         block_n = max(16, block_n // 2)
     grid, arguments = prefill_arguments(
         out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, soft_cap,
