@@ -32,18 +32,20 @@ def tanh_of(x):
 
 
 @triton.jit
-def with_sink(acc, m, l, sinks):  # noqa: E741
-    """A part of a softmax with one more logit for each row, which has a weight and no value.
+def beside_sinks(m, total, sinks):
+    """What keys keep beside their rows' sinks [ROWS], natural logits that have a weight and no value; -inf is none.
 
-    acc [ROWS, ...], m (in units of log 2) and l [ROWS]: see paged_decode/_attend.py. sinks [ROWS]: natural; -inf is
-    none.
+    m, total: The maximum of the keys' logits, in units of log 2, and the sum of their weights; of no keys -inf and 1.
+
+    Returns (what their mean is to be multiplied by, m, total), the latter two with the sinks.
     """
     sinks = sinks * 1.4426950408889634
     top = tl.maximum(m, sinks)
     origin = tl.where(top == float("-inf"), 0.0, top)  # of no key and no sink: weights of 0, and not -inf - -inf
     kept = tl.exp2(m - origin)
-    # Spelled out, so that every kernel rounds it alike.
-    return acc * kept[:, None], top, tl.fma(l, kept, tl.exp2(sinks - origin))
+    # Spelled out, so that every kernel rounds it alike. The largest weight is 1; of nothing 0 / 1, and not 0 / 0.
+    every = tl.maximum(tl.fma(total, kept, tl.exp2(sinks - origin)), 1.0)
+    return total * kept / every, top, every
 
 
 def capped(logits: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

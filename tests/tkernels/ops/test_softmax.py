@@ -198,11 +198,13 @@ PLANTED: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "a sink counts in each split": (
         "paged_decode.last_arriver",
         (
-            (IMPORT, "import scale_arguments, with_sink\n"),
+            (IMPORT, "import beside_sinks, scale_arguments\n"),
             (
                 "        store_part(",
                 "        if sinks_ptr is not None:\n"
-                "            acc, m, l = with_sink(acc, m, l, tl.load(sinks_ptr + heads, mask=mask_g))\n"
+                "            _, top, l = beside_sinks(m, l, tl.load(sinks_ptr + heads, mask=mask_g))\n"
+                "            acc = acc * tl.exp2(tl.where(top == m, 0.0, m - top))[:, None]\n"
+                "            m = top\n"
                 "        store_part(",
             ),
         ),

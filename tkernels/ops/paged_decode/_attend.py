@@ -16,7 +16,7 @@ from tkernels import Axes, Buffer, Config, DeviceFacts, Run
 from tkernels.language import INTERPRETING, dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
-from tkernels.ops.softmax import LOG2_E, tanh_of, with_sink
+from tkernels.ops.softmax import LOG2_E, beside_sinks, tanh_of
 
 MAX_SPLITS = 128
 """All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""
@@ -215,10 +215,12 @@ def store_attention(
     stride_out_b, stride_out_h, stride_lse_b, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """Writes the attention of heads [BLOCK_H] from their part over all keys, which their sinks join here alone."""
-    if sinks_ptr is not None:
-        acc, m, l = with_sink(acc, m, l, tl.load(sinks_ptr + heads, mask=mask_g))  # noqa: E741
     total = tl.maximum(l, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
     out = acc / total[:, None]
+    if sinks_ptr is not None:
+        # Of the quotient, not of `acc`: beside a sum with the sink in it, gfx942 stored 2 bytes at a time.
+        share, m, total = beside_sinks(m, total, tl.load(sinks_ptr + heads, mask=mask_g))
+        out = out * share[:, None]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + heads // GROUP, mask=mask_g)[:, None]
     offs_dv = tl.arange(0, acc.shape[1])

@@ -17,7 +17,7 @@ from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
-from tkernels.ops.softmax import scale_arguments, tanh_of, with_sink
+from tkernels.ops.softmax import beside_sinks, scale_arguments, tanh_of
 
 CONFIGS = tuple(
     Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
@@ -110,9 +110,10 @@ def paged_prefill_packed_gqa_store(
     stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
     """Writes the rows' weighted means, and their log-sum-exps where wanted, their heads' sinks included."""
-    if sinks_ptr is not None:
-        acc, m, l = with_sink(acc, m, l, tl.load(sinks_ptr + heads, mask=mask_m))  # noqa: E741
     out = acc / l[:, None]  # only rows that pad the tile may have seen nothing, and theirs are not stored
+    if sinks_ptr is not None:
+        share, m, l = beside_sinks(m, l, tl.load(sinks_ptr + heads, mask=mask_m))  # noqa: E741
+        out = out * share[:, None]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + kv_head)
     offs_dv = tl.arange(0, acc.shape[1])
