@@ -31,7 +31,7 @@ def merge_states_head_tile(
     top = tl.maximum(lse_a, lse_b)
     sinks = None
     if sinks_ptr is not None:
-        sinks = tl.load(sinks_ptr + offs_h, mask=mask_h, other=float("-inf"))
+        sinks = tl.load(sinks_ptr + offs_h, mask=mask_h)
         top = tl.maximum(top, sinks)
     origin = tl.where(top == float("-inf"), 0.0, top)  # of two empty parts: weights of 0, and not -inf - -inf
     weight_a = tl.exp2((lse_a - origin) * 1.4426950408889634)
