@@ -167,10 +167,16 @@ def _cpu_point(contract: Contract, axes: Axes, kept: Container[str] = ()) -> tup
 
 
 def complete_axes(contract: Contract, axes: Axes) -> dict[str, Value]:
-    """The point with every axis given: what is open as an op is mostly called, the first of an enum's draws."""
+    """The point with every axis given: what is open as an op is mostly called, options that are numbers as they are by
+    default, of an enum the first of its draws.
+    """
+    defaults = {name: value for bound in contract.options.values() for name, value in bound.items()}
 
     def choose(name: str, candidates: Any) -> Value:
-        chosen: Value = max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
+        if not isinstance(contract.axis_by_name[name], Int):
+            chosen: Value = candidates[0]
+        else:
+            chosen = defaults[name] if defaults.get(name) in candidates else max(candidates)
         return chosen
 
     return contract.draw_axes(choose, axes)

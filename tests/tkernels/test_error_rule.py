@@ -115,7 +115,9 @@ def qk_norm_rope_scatter(
     kv_scatter(wide, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
-def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def online_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
     """[R, D] x [N, D] x [N, Dv] with mask [R, N]: softmax online over blocks of 5 keys, or of a 64th of them,
     last block first.
     """
@@ -125,7 +127,9 @@ def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     total, acc = torch.zeros(rows), torch.zeros(rows, v.shape[-1])
     for start in reversed(range(0, keys, size)):
         block = slice(start, min(start + size, keys))
-        scores = (q.float() @ k[block].float().T * scale).masked_fill(~visible[:, block], -math.inf)
+        scores = q.float() @ k[block].float().T * scale
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+        scores = scores.masked_fill(~visible[:, block], -math.inf)
         new_top = torch.maximum(top, scores.amax(1))
         safe = torch.where(new_top == -math.inf, 0.0, new_top)
         weights = torch.exp(scores - safe[:, None])
@@ -138,7 +142,7 @@ def online_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, context: int, scale: float, window: int | None,
-    k_scale: Tensor | None, v_scale: Tensor | None, causal: bool = True,
+    k_scale: Tensor | None, v_scale: Tensor | None, soft_cap: float | None, causal: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One sequence: q [L, Hq, D] -> out [L, Hq, Dv], lse [L, Hq] in float64."""
     length, query_heads, _ = q.shape
@@ -155,32 +159,53 @@ def attend(
     for head in range(query_heads):
         kv = head // (query_heads // kv_heads)
         factor = scale * (1 if k_scale is None else float(k_scale[kv]))
-        out, lse = online_attention(q[:, head], k[:, kv], v[:, kv], visible, factor)
+        out, lse = online_attention(q[:, head], k[:, kv], v[:, kv], visible, factor, soft_cap)
         outs.append((out * (1 if v_scale is None else float(v_scale[kv]))).to(q.dtype))
         lses.append(lse)
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
 
+def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """out [..., Hq, Dv] and lse [..., Hq] of the keys -> those of the keys and the sinks [Hq]: a softmax of two."""
+    if sinks is None:
+        return out, lse
+    share = torch.sigmoid(lse.double() - sinks.double())  # NaN of neither
+    share = torch.where(lse > -math.inf, share, 0.0)
+    return (out * share.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse.double(), sinks.double()).to(lse.dtype)
+
+
 def paged_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, *,
     max_context_len: int | None = None, window: int | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, return_lse: bool = False,
+    v_scale: Tensor | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
+    return_lse: bool = False,
 ) -> Any:  # fmt: skip
     out = torch.zeros(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype)
     lse = torch.full(q.shape[:2], -math.inf)
     for row, context in enumerate(context_lens.tolist()):
         if context:
             done = attend(
-                q[row : row + 1], k_cache, v_cache, block_tables[row], context, scale, window, k_scale, v_scale
+                q[row : row + 1],
+                k_cache,
+                v_cache,
+                block_tables[row],
+                context,
+                scale,
+                window,
+                k_scale,
+                v_scale,
+                soft_cap,
             )
             out[row], lse[row] = done[0][0], done[1][0]
+    out, lse = beside_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
 def paged_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor, context_lens: Tensor,
     scale: float, *, max_context_len: int | None = None, window: int | None = None, k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None, return_lse: bool = False, causal: bool = True,
+    v_scale: Tensor | None = None, soft_cap: float | None = None, sinks: Tensor | None = None,
+    return_lse: bool = False, causal: bool = True,
 ) -> Any:  # fmt: skip
     out = torch.full((*q.shape[:2], v_cache.shape[-1]), math.nan, dtype=q.dtype)
     lse = torch.full(q.shape[:2], math.nan)
@@ -188,15 +213,17 @@ def paged_prefill(
         rows = slice(int(cu_seqlens_q[row]), int(cu_seqlens_q[row + 1]))
         if rows.stop > rows.start:
             out[rows], lse[rows] = attend(
-                q[rows], k_cache, v_cache, block_tables[row], context, scale, window, k_scale, v_scale, causal
+                q[rows], k_cache, v_cache, block_tables[row], context, scale, window, k_scale, v_scale, soft_cap, causal
             )
+    out, lse = beside_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
 def cascade_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, context_lens: Tensor, group_starts: Tensor,
     prefix_lens: Tensor, scale: float, *, max_context_len: int | None = None, max_prefix_len: int | None = None,
-    window: int | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None, return_lse: bool = False,
+    window: int | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    soft_cap: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """By the definition of the op's name: what is shared and what is not, each by itself, and then merged."""
     wide, size, starts = q.float(), k_cache.shape[1], group_starts.tolist()
@@ -213,10 +240,13 @@ def cascade_decode(
             (block_tables[row], prefix, seen - (context - prefix)),
         ):
             if keys > 0 and left > 0:
-                part = attend(wide[row : row + 1], k_cache, v_cache, table, keys, scale, left, k_scale, v_scale)
+                part = attend(
+                    wide[row : row + 1], k_cache, v_cache, table, keys, scale, left, k_scale, v_scale, soft_cap
+                )
                 total = torch.logaddexp(lse[row], part[1][0])
                 own, other = ((one - total).exp().unsqueeze(-1) for one in (lse[row], part[1][0]))
                 out[row], lse[row] = own * out[row] + other * part[0][0], total
+    out, lse = beside_sinks(out, lse, sinks)
     return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
 
@@ -241,12 +271,15 @@ def matmul_gelu(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, tanh: 
     return gelu(sums, tanh=tanh).to(x.dtype)
 
 
-def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+def merge_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     total = torch.logaddexp(lse_b.double(), lse_a.double()).float()
     share = torch.sigmoid(lse_a.double() - lse_b.double()).float()  # NaN of two empty parts
     a = torch.where((lse_a > -math.inf)[..., None], out_a.float(), 0.0)
     b = torch.where((lse_b > -math.inf)[..., None], out_b.float(), 0.0)
     out = b + torch.where(total > -math.inf, share, 0.0)[..., None] * (a - b)
+    out, total = beside_sinks(out, total, sinks)
     return out.to(out_a.dtype), total
 
 

@@ -23,36 +23,36 @@ from tkernels.verification.check import check_case
 
 PACKAGE = Path(tkernels.__file__).parent
 
-ADDED = (  # paged_decode's contract gains a soft cap; whatever it does not say here stays as it is
+ADDED = (  # paged_decode's contract gains a factor of its logits; whatever it does not say here stays as it is
     ("Output, Tensor\n", "Output, Scalar, Tensor\n"),
     ("    return_lse: bool = False,\n) -> Any:\n    \"\"\"softmax",
-     "    return_lse: bool = False,\n    softcap: float | None = None,\n) -> Any:\n    \"\"\"softmax"),
-    ("        lse[sequence] = logits.logsumexp",
-     "        if softcap is not None:\n            logits = softcap * (logits / softcap).tanh()\n"
-     "        lse[sequence] = logits.logsumexp"),
+     "    return_lse: bool = False,\n    boost: float | None = None,\n) -> Any:\n    \"\"\"softmax"),
+    ("        weights, lse[sequence] = softmax_and_lse(",
+     "        if boost is not None:\n            logits = boost * logits\n"
+     "        weights, lse[sequence] = softmax_and_lse("),
     ("        **OPTION_ARGUMENTS,\n",
-     '        **OPTION_ARGUMENTS,\n        "softcap": Scalar(float, optional=True, low=0, axis=True),\n'),
-    ("        *OPTION_AXES,\n", '        *OPTION_AXES,\n        Int("softcap", 0, 1000, (0, 30), "0 is off"),\n'),
+     '        **OPTION_ARGUMENTS,\n        "boost": Scalar(float, optional=True, low=0, axis=True),\n'),
+    ("        *OPTION_AXES,\n", '        *OPTION_AXES,\n        Int("boost", 0, 1000, (0, 30), "0 is off"),\n'),
     ('"return_lse": axes["return_lse"]}',
-     '"return_lse": axes["return_lse"], "softcap": float(axes["softcap"]) or None}'),
-    ('"v_scale": scaled}', '"v_scale": scaled, "softcap": 0}'),
+     '"return_lse": axes["return_lse"], "boost": float(axes["boost"]) or None}'),
+    ('"v_scale": scaled}', '"v_scale": scaled, "boost": 0}'),
 )  # fmt: skip
 
-CAPPED = """
+BOOSTED = """
 from tkernels import OPS, Variant
 
 
-def capped(q, k_cache, v_cache, block_tables, context_lens, scale, *, max_context_len=None, window=None, k_scale=None,
-           v_scale=None, return_lse=False, softcap=None):
+def boosted(q, k_cache, v_cache, block_tables, context_lens, scale, *, max_context_len=None, window=None, k_scale=None,
+           v_scale=None, soft_cap=None, sinks=None, return_lse=False, boost=None):
     contract = OPS["paged_decode"].contract
-    function, cap = (contract.baseline, {}) if softcap is None else (contract.reference, {"softcap": softcap})
+    function, more = (contract.baseline, {}) if boost is None else (contract.reference, {"boost": boost})
     return function(
         q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len=max_context_len, window=window,
-        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **cap,
+        k_scale=k_scale, v_scale=v_scale, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse, **more,
     )
 
 
-VARIANT = Variant(wins="never", function=capped, deterministic=True, batch_invariant=True)
+VARIANT = Variant(wins="never", function=boosted, deterministic=True, batch_invariant=True)
 """
 
 SCRATCH = """
@@ -63,15 +63,15 @@ from tkernels.verification.check import check_case, drawn_results
 from tkernels.verification.sanitizers.base import sanitized
 from tkernels.verification.sanitizers.suite import SANITIZERS
 
-mine, capped = sys.argv[1:]
-ops = tkernels.OPS.with_variants_from(mine).with_variants_from(capped)
+mine, boosted = sys.argv[1:]
+ops = tkernels.OPS.with_variants_from(mine).with_variants_from(boosted)
 decode = ops["paged_decode"]
 told = {"package": tkernels.__file__, "variants": list(decode.variants), "calls": {}, "selects": {}, "checks": {}}
 told["ops"] = {name: list(op.variants) for name, op in ops.items()}
 held = {"D": 16, "Dv": 16, "activation": "float32", "kv": "float32", "values": "ordinary"}
 point = decode.contract.draw_axes(lambda name, candidates: candidates[0], held)
-inputs = decode.contract.case({**point, "softcap": 0}, 3).inputs
-old = {name: value for name, value in inputs.items() if name != "softcap"}
+inputs = decode.contract.case({**point, "boost": 0}, 3).inputs
+old = {name: value for name, value in inputs.items() if name != "boost"}
 used = ("S", "Hkv", "Hq", "D", "Dv", "kv", "window", "k_scale", "v_scale", "return_lse")
 model = {name: point[name] for name in used}
 
@@ -90,13 +90,13 @@ def chosen(name, axes):
 
 for name, variant in decode.variants.items():
     plain = variant(**old)
-    same = torch.equal(plain, variant(**old, softcap=None))
-    told["calls"][name] = [same, said(lambda: variant(**old, softcap=30.0).shape == plain.shape)]
-    told["selects"][name] = [said(lambda: chosen(name, axes)) for axes in ({}, {"softcap": 0}, {"softcap": (0, 30)})]
-    told["checks"][name] = sorted({result.status for result in drawn_results(variant, 4, fixed={"softcap": 0})})
-capped_case = decode.contract.case({**point, "softcap": 30}, 3)
-told["capped"] = check_case(decode.variants["capped"], capped_case).reason
-told["unsupported"] = str(check_case(decode.variants["mine"], capped_case))
+    same = torch.equal(plain, variant(**old, boost=None))
+    told["calls"][name] = [same, said(lambda: variant(**old, boost=30.0).shape == plain.shape)]
+    told["selects"][name] = [said(lambda: chosen(name, axes)) for axes in ({}, {"boost": 0}, {"boost": (0, 30)})]
+    told["checks"][name] = sorted({result.status for result in drawn_results(variant, 4, fixed={"boost": 0})})
+boosted_case = decode.contract.case({**point, "boost": 30}, 3)
+told["boosted"] = check_case(decode.variants["boosted"], boosted_case).reason
+told["unsupported"] = str(check_case(decode.variants["mine"], boosted_case))
 told["findings"] = [str(found) for sanitizer in SANITIZERS.values()
                     for found in sanitized(sanitizer, decode.variants["mine"], 1) if found is not None]
 print(json.dumps(told))
@@ -105,7 +105,7 @@ print(json.dumps(told))
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a copy of the package says whose paged_decode gained an option after `mine` and before `capped`."""
+    """What a copy of the package says whose paged_decode gained an option after `mine` and before `boosted`."""
     root = tmp_path_factory.mktemp("scratch")
     shutil.copytree(PACKAGE, root / "tkernels", ignore=shutil.ignore_patterns("__pycache__"))
     contract = root / "tkernels" / "ops" / "paged_decode" / "contract.py"
@@ -117,7 +117,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one_pass = (PACKAGE / "ops" / "paged_decode" / "one_pass.py").read_text()
     for folder, name, text in (
         ("before", "mine", one_pass.replace("paged_decode_one_pass", "paged_decode_mine")),
-        ("after", "capped", CAPPED),
+        ("after", "boosted", BOOSTED),
     ):
         (root / folder / "paged_decode").mkdir(parents=True)
         (root / folder / "paged_decode" / f"{name}.py").write_text(text)
@@ -135,7 +135,7 @@ OLD = ["torch", "last_arriver", "one_pass", "split_kv", "mine"]
 
 
 def test_every_variant_joins_an_op_that_has_gained_an_option(scratch: dict[str, Any]) -> None:
-    assert set(scratch["variants"]) == {*OLD, "capped"}
+    assert set(scratch["variants"]) == {*OLD, "boosted"}
     ours = {name: list(op.variants) for name, op in OPS.items()}
     assert {**scratch["ops"], "paged_decode": ours["paged_decode"]} == ours
 
@@ -146,7 +146,7 @@ def test_a_variant_written_before_runs_as_it_did_and_refuses_the_option_by_name(
 ) -> None:
     same, refusal = scratch["calls"][name]
     assert same
-    message = f"variant '{name}' does not support this call: {name} does not take softcap"
+    message = f"variant '{name}' does not support this call: {name} does not take boost"
     assert refusal == f"UnsupportedError: paged_decode: {message}"
     assert scratch["checks"][name] == ["ok"]
 
@@ -156,19 +156,19 @@ def test_select_refuses_the_option_where_the_axes_set_it(scratch: dict[str, Any]
     unnamed, off, on = scratch["selects"][name]
     assert unnamed == off == {"paged_decode": name}
     assert on.startswith("SelectionError: kernels.paged_decode")
-    assert f"{name} does not take softcap" in on
+    assert f"{name} does not take boost" in on
 
 
 def test_a_variant_that_takes_the_option_has_it(scratch: dict[str, Any]) -> None:
-    assert scratch["calls"]["capped"] == [True, True]
-    assert scratch["selects"]["capped"] == [{"paged_decode": "capped"}] * 3
-    assert scratch["checks"]["capped"] == ["ok"]
-    nothing = "nothing measures the natural error: paged_decode's baseline does not take softcap"
-    assert scratch["capped"] == nothing
+    assert scratch["calls"]["boosted"] == [True, True]
+    assert scratch["selects"]["boosted"] == [{"paged_decode": "boosted"}] * 3
+    assert scratch["checks"]["boosted"] == ["ok"]
+    nothing = "nothing measures the natural error: paged_decode's baseline does not take boost"
+    assert scratch["boosted"] == nothing
 
 
 def test_checks_and_sanitizers_pass_over_the_option(scratch: dict[str, Any]) -> None:
-    assert "paged_decode.mine: unsupported: mine does not take softcap" in scratch["unsupported"]
+    assert "paged_decode.mine: unsupported: mine does not take boost" in scratch["unsupported"]
     assert scratch["findings"] == []
 
 

@@ -3,7 +3,7 @@ edges.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tkernels.batching import Inputs, lay_out_like
 from tkernels.contract import Argument, Axes, Axis, Choice, Constraint, Int, Scalar, Tensor, dtype_axis
 from tkernels.device import DeviceFacts, unsupported_e4m3
 from tkernels.inputs import KINDS, MOST_DRAWN, Draws, dtype_of, fill, on_grid, poison
+from tkernels.ops.softmax import LOG2_E, capped
 
 LAYOUTS = ("contiguous", "head_major", "fused", "padded")
 
@@ -69,6 +70,9 @@ OPTION_AXES: tuple[Axis, ...] = (
     ),
     Choice("k_scale", (False, True), "keys are stored divided by a scale per KV head"),
     Choice("v_scale", (False, True), "values are stored divided by a scale per KV head"),
+    # One that the logits stay below, and one that presses most of them together.
+    Int("soft_cap", 0, 2**31 - 1, (0, 30, 1), "what logits are capped at, rounded up; 0 is no cap"),
+    Choice("sinks", (False, True), "each query head has a logit more, without a key"),
     Choice("return_lse", (False, True), "the log-sum-exp of the logits is returned too"),
     Choice("bound", ("none", "exact", "loose"), "what max_context_len is given", batch=True),
     Choice("layout", LAYOUTS),
@@ -82,8 +86,13 @@ OPTION_ARGUMENTS: dict[str, Argument] = {
     "window": Scalar(int, optional=True, low=1, axis=True),
     "k_scale": Tensor("Hkv", "float32", optional=True),
     "v_scale": Tensor("Hkv", "float32", optional=True),
+    "soft_cap": Scalar(float, optional=True, low=2.0**-126, axis=True),
+    "sinks": Tensor("Hq", "float32", optional=True),
     "return_lse": Scalar(bool, axis=True),
 }
+
+PER_HEAD = ("k_scale", "v_scale", "sinks")
+"""The options that are a number for each head, of which a program reads its own."""
 
 CONSTRAINTS = (
     Constraint("S & (S - 1) == 0"),
@@ -101,11 +110,15 @@ CONSTRAINTS = (
 CORNERS: dict[str, Axes] = {
     # A context of one part, all of whose weights would be 0 beside a key of logit 0.
     # In 16 bits, whose rounding is above what logits of that size lose in fp32.
-    "sunken_logits": {"B": 3, "S": 16, "N": 5, "P": 16, "Dv": 64, "values": "sunken", "activation": "bfloat16"},
+    # Neither a cap, which would lift them, nor a sink, which would be all there is.
+    "sunken_logits": {
+        **{"B": 3, "S": 16, "N": 5, "P": 16, "Dv": 64, "values": "sunken", "activation": "bfloat16"},
+        **{"soft_cap": 0, "sinks": False},
+    },
     # Keys that weigh less than 1e-6 and make up the result: parts, pages and keys are dropped by a weight in vain.
     "light_keys": {
         **{"B": 2, "S": 16, "N": 9, "P": 32, "Dv": 64, "window": 0},
-        **{"activation": "bfloat16", "kv": "bfloat16", "values": "light"},
+        **{"activation": "bfloat16", "kv": "bfloat16", "values": "light", "soft_cap": 0, "sinks": False},
     },
     # Four thousand keys: pages, blocks of keys and splits by the hundred.
     "long_context": {
@@ -118,7 +131,11 @@ CORNERS: dict[str, Axes] = {
         **{"window": 0, "values": "ordinary"},
     },
     # Of no keys the log-sum-exp is -inf; a pair of axes does not say which contexts are empty.
-    "empty_context": {"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "return_lse": True},
+    "empty_context": {"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "sinks": False, "return_lse": True},
+    # With a sink it is the sink's.
+    "empty_context_with_sinks": {
+        **{"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "sinks": True, "return_lse": True}
+    },
     # Tiles are for the wider of both, which values are here.
     "wide_values": {"B": 2, "S": 16, "N": 5, "P": 16, "Hkv": 1, "Hq": 2, "D": 64, "Dv": 256},
     # More heads to a KV head than a tile has rows.
@@ -139,7 +156,11 @@ BENCHMARK_AXES: Axes = {
     "layout": "contiguous",
     "values": "ordinary",
 }
-"""What every benchmark point has in common: Qwen3's and Llama's head size, contexts as long as the table is wide."""
+"""What every benchmark point has in common: Qwen3's and Llama's head size, contexts as long as the table is wide. A cap
+and sinks are left open, which is without.
+"""
+
+INSPECTED: Mapping[str, Axes] = {"cap_and_sinks": {"soft_cap": 50, "sinks": True}}
 
 
 def unsupported_kv(axes: Axes, device: DeviceFacts) -> str | None:
@@ -203,9 +224,6 @@ def zero_rows(rows: torch.Tensor, live: torch.Tensor) -> None:
     rows.view(bits).flatten(2).mul_(live.to(bits).unsqueeze(-1))
 
 
-LOG2_E = math.log2(math.e)
-
-
 def padded_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -214,6 +232,8 @@ def padded_attention(
     scale: float,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Dense attention, as fast as torch does it, of M queries per sequence over L gathered keys.
@@ -230,12 +250,17 @@ def padded_attention(
     (batch, rows, heads, _), (keys, heads_kv, dim_v) = q.shape, v.shape[1:]
     scaled_q = q if k_scale is None else q * k_scale.repeat_interleave(heads // heads_kv).unsqueeze(-1)
     q = scaled_q.to(q.dtype)
-    if visible is None and (return_lse or q.dtype.itemsize > 2):
+    beyond_sdpa = soft_cap is not None or sinks is not None
+    if visible is None and (return_lse or beyond_sdpa or q.dtype.itemsize > 2):
         visible = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril().expand(batch, rows, keys)
     # Added to the logits, which takes SDPA less time than its own conversion of a bool mask.
     mask = None if visible is None else q.new_zeros(visible.shape).masked_fill_(~visible, -math.inf)  # [B, M, L]
     grouped = q.unflatten(2, (heads_kv, heads // heads_kv)).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, M, D]
-    if q.dtype.itemsize > 2:
+    lse = None
+    if beyond_sdpa:
+        assert mask is not None
+        out, lse = _capped_attention(grouped, k, v, mask, scale, soft_cap, sinks)
+    elif q.dtype.itemsize > 2:
         assert mask is not None
         out = _exact_attention(grouped, k, v, mask, scale)
     elif rows == 1:  # the heads of a group are queries to the same keys
@@ -258,6 +283,8 @@ def padded_attention(
         out = (out * v_scale.repeat_interleave(heads // heads_kv).unsqueeze(-1)).to(out.dtype)
     if not return_lse:
         return out, None
+    if lse is not None:
+        return out, lse.permute(0, 3, 1, 2).flatten(2)
     assert mask is not None
     wide = torch.promote_types(q.dtype, torch.float32)
     wide_q = scaled_q.to(wide).unflatten(2, (heads_kv, heads // heads_kv))  # [B, M, Hkv, G, D]
@@ -286,6 +313,38 @@ def _exact_attention(
         torch.bmm(weights[head], v[:, :, head], out=out[head])
     out.div_(weights.sum(dim=-1, keepdim=True))
     return out.unflatten(2, (group, rows)).transpose(0, 1)
+
+
+def _capped_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, Hkv, G, M, D], k [B, L, Hkv, D], v [B, L, Hkv, Dv], mask [B, M, L] -> [B, Hkv, G, M, Dv] and the
+    log-sum-exp [B, Hkv, G, M] in fp32 (fp64 of fp64).
+
+    What SDPA has no word for. As it, logits are fp32, and weights of the values' dtype.
+    """
+    wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[2]
+    outs, lses = [], []
+    for head in range(q.shape[1]):  # one at a time: all logits of a long prompt would not fit
+        logits = torch.einsum("bgmd,bld->bgml", q[:, head].to(wide), k[:, :, head].to(wide)) * scale
+        logits = capped(logits, soft_cap) + mask.unsqueeze(1).to(wide)
+        top = logits.amax(dim=-1, keepdim=True)
+        sink = None if sinks is None else sinks[head * group : (head + 1) * group].view(-1, 1, 1)
+        if sink is not None:
+            top = torch.maximum(top, sink)
+        weights = logits.sub_(top).mul_(LOG2_E).exp2_()
+        total = weights.sum(dim=-1, keepdim=True)
+        if sink is not None:
+            total += ((sink - top) * LOG2_E).exp2_()
+        outs.append(torch.einsum("bgml,bld->bgmd", weights.div_(total).to(v.dtype), v[:, :, head]))
+        lses.append((top + total.log()).squeeze(-1))
+    return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
 
 def drawn_context_lens(draws: Draws, axes: Axes, sequences: int) -> list[int]:
@@ -361,7 +420,20 @@ def paged_inputs(
         "v_scale": _head_scales(draws, heads, device) if axes["v_scale"] else None,
         "max_context_len": {"none": None, "exact": longest, "loose": longest + 3 * page + 1}[str(axes["bound"])],
         "window": window,
+        "soft_cap": float(axes["soft_cap"]) or None,
+        "sinks": drawn_sinks(draws, heads_q) if axes["sinks"] else None,
     }
+
+
+def drawn_sinks(draws: Draws, heads: int) -> torch.Tensor:
+    """[Hq] float32, each of the size that a log-sum-exp has, that much below or above it, or -inf. One at least is of
+    the first kind, beside which no others' rounding counts.
+    """
+    sinks = draws.normal((heads,), torch.float32) + 3
+    kinds = draws.integers(0, 5, (heads,))  # half of them ordinary
+    kinds[int(draws.integers(0, heads - 1, ()))] = 0
+    apart = torch.tensor([0.0, 0.0, 0.0, -20.0, 20.0, -math.inf])[kinds]
+    return sinks + apart.to(sinks.device)
 
 
 def _normal(draws: Draws, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

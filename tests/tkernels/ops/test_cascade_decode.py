@@ -24,7 +24,8 @@ ALL = list(CASCADE)
 ALGORITHMS = ["torch", "composed", "one_launch"]
 AXES: Axes = {
     "B": 5, "lengths": "edges", "S": 8, "N": 9, "P": 64, "Hkv": 2, "Hq": 6, "D": 32, "Dv": 64, "G": 2, "shared": 4,
-    "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "return_lse": True,
+    "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "soft_cap": 0,
+    "sinks": False, "return_lse": True,
     "bound": "none", "layout": "contiguous", "values": "ordinary",
 }  # fmt: skip
 

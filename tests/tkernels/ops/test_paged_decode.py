@@ -27,7 +27,8 @@ SPLITTING = ["split_kv", "last_arriver"]
 TRITON = [name for name, v in OPS["paged_decode"].variants.items() if v.kind == "triton"]
 AXES: Axes = {
     "B": 3, "lengths": "edges", "S": 8, "N": 9, "P": 32, "Hkv": 2, "Hq": 6, "D": 32, "Dv": 64, "activation": "float32",
-    "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "return_lse": True, "bound": "none",
+    "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "soft_cap": 0,
+    "sinks": False, "return_lse": True, "bound": "none",
     "layout": "contiguous", "values": "ordinary",
 }  # fmt: skip
 

@@ -22,7 +22,8 @@ PREFILL = OPS["paged_prefill"].variants
 TRITON = [name for name, v in PREFILL.items() if v.kind == "triton"]
 AXES: Axes = {
     "B": 1, "T": 40, "lengths": "edges", "S": 16, "N": 4, "P": 18, "Hkv": 2, "Hq": 4, "D": 32, "Dv": 64,
-    "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "return_lse": True,
+    "activation": "float32", "kv": "float32", "window": 0, "k_scale": False, "v_scale": False, "soft_cap": 0,
+    "sinks": False, "return_lse": True,
     "bound": "none", "layout": "contiguous", "values": "ordinary", "causal": True,
 }  # fmt: skip
 

@@ -31,12 +31,14 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
     ALGORITHMS.launch(
         run, out, lse, q, k_cache, v_cache, block_tables, context_lens, group_starts, prefix_lens, scale,
         max_context_len=max_context_len, max_prefix_len=max_prefix_len, window=window, k_scale=k_scale,
-        v_scale=v_scale, return_lse=return_lse,
+        v_scale=v_scale, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
 
 

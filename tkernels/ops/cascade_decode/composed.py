@@ -31,15 +31,17 @@ def composed(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale}
+    options: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale, "soft_cap": soft_cap}
     groups, sequences = prefix_lens.shape[0], q.shape[0]
     if window is not None or groups == 0 or sequences == 0:
         # A window begins at another key of the prefix for each sequence, for which paged_prefill has no word.
         return paged_decode(
             q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len=max_context_len, window=window,
-            return_lse=return_lse, **options,
+            sinks=sinks, return_lse=return_lse, **options,
         )  # fmt: skip
     page = k_cache.shape[1]
     # Of a group without sequences all is undefined, and one without a prefix has no keys: they get one of page 0, which
@@ -61,7 +63,9 @@ def composed(
         q, k_cache, v_cache, block_tables.gather(1, own), context_lens - cached, scale,
         max_context_len=max_context_len, return_lse=True, **options,
     )  # fmt: skip
-    merged = merge_states(out_prefix, lse_prefix.masked_fill_((cached == 0).unsqueeze(1), -torch.inf), out, lse)
+    # Sinks count once: here, and in neither part.
+    lse_prefix.masked_fill_((cached == 0).unsqueeze(1), -torch.inf)
+    merged = merge_states(out_prefix, lse_prefix, out, lse, sinks=sinks)
     return merged if return_lse else merged[0]
 
 
@@ -69,7 +73,7 @@ VARIANT = Variant(
     wins="where a part has a variant that is ahead by more than one launch saves",
     parts=("paged_prefill", "paged_decode", "merge_states"),
     part_axes={
-        "paged_prefill": {"B": "G", "T": "B", "window": 0, "return_lse": True, "causal": False},
+        "paged_prefill": {"B": "G", "T": "B", "window": 0, "sinks": False, "return_lse": True, "causal": False},
         "paged_decode": {"return_lse": True},
         "merge_states": {"T": "B"},
     },

@@ -15,8 +15,10 @@ from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
+    INSPECTED,
     OPTION_ARGUMENTS,
     OPTION_AXES,
+    PER_HEAD,
     SIZE_AXES,
     as_bits,
     count_sequences,
@@ -42,6 +44,8 @@ def reference(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """paged_decode of the whole contexts: pages that are shared are the same pages, so groups change nothing but cost.
@@ -69,19 +73,20 @@ def reference(
             prefix, of each sequence elsewhere.
         k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
-        return_lse: Return the log-sum-exp of the logits too.
+        soft_cap, sinks: See `paged_decode`.
+        return_lse: Return the log-sum-exp of the logits too, that of a sink included.
 
     What the integers say is not checked, as that would wait for the device: of groups that overlap, or whose entries
     differ within the prefix, a prefix of part of a page, or one beyond a context or a bound, the result is undefined,
     and of a variant that counts its programs' arrivals that of later calls too.
 
     Returns:
-        out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for
-        context 0.
+        out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log: of context 0
+        the sink, or -inf.
     """
     return paged_decode.reference(
         q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len=max_context_len, window=window,
-        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        k_scale=k_scale, v_scale=v_scale, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -100,12 +105,14 @@ def baseline(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Every sequence's own keys, shared or not, as paged_decode's."""
     return paged_decode.baseline(
         q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len=max_context_len, window=window,
-        k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+        k_scale=k_scale, v_scale=v_scale, soft_cap=soft_cap, sinks=sinks, return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -179,9 +186,9 @@ def bytes_moved(case: Case) -> int:
     cached = sum(end - first for first, end in spans) * heads_kv * (dim + dim_v) * k_cache.element_size()
     pages = sum(-(-end // page) - first // page for first, end in spans)
     queries = sequences * heads * ((dim + dim_v) * q.element_size() + (4 if case.inputs["return_lse"] else 0))
-    scales = sum(4 * heads_kv for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
+    per_head = sum(case.inputs[name].nbytes for name in PER_HEAD if case.inputs[name] is not None)
     groups = 2 * len(case.inputs["prefix_lens"]) + 1
-    return int(cached + queries + scales + 4 * (pages + sequences + groups))
+    return int(cached + queries + per_head + 4 * (pages + sequences + groups))
 
 
 def _benchmark(sequences: int, prefix: int, own: int, page: int = 16) -> Axes:
@@ -281,6 +288,7 @@ CONTRACT = Contract(
         f"B={sequences},prefix={prefix},own={own}": _benchmark(sequences, prefix, own)
         for sequences, prefix, own in ((8, 1024, 256), (256, 512, 256), (32, 4096, 256))
     },
+    inspected=INSPECTED,
     batching=Batching(count_sequences, take_sequences, paged_decode.part_of_sequence, loosen),
     work="decode",
 )

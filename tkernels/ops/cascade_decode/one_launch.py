@@ -41,6 +41,7 @@ from tkernels.ops.paged_decode._attend import (
     unsupported,
 )
 from tkernels.ops.paged_prefill.packed_gqa import tile_sizes
+from tkernels.ops.softmax import scale_arguments, tanh_of
 
 # Rows of a tile beyond 64 take more warps, of which a sequence's own keys have no use.
 CONFIGS = tuple(
@@ -87,7 +88,7 @@ def cascade_decode_one_launch_group(starts_ptr, entries, place, GROUP: tl.conste
 
 @triton.jit
 def cascade_decode_one_launch_merge(
-    out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sequences, heads, mask, used,
+    out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sinks_ptr, sequences, heads, mask, used,
     stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b, stride_arrived_b,
     PARTS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +132,7 @@ def cascade_decode_one_launch_merge(
                 acc = tl.fma(values, tl.broadcast_to(added[:, None], values.shape), acc * kept[:, None])
                 m = m_new
             store_attention(
-                out_ptr + column, lse_ptr, v_scale_ptr, acc, m, l, sequences, heads, is_last,
+                out_ptr + column, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, sequences, heads, is_last,
                 stride_out_b, stride_out_h, stride_lse_b, GROUP, HEAD_DIM_V - column,
             )  # fmt: skip
 
@@ -147,7 +148,7 @@ def cascade_decode_one_launch_used(
 
 @triton.jit
 def cascade_decode_one_launch_attend(
-    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, window,
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2, window,
     sequences, kv_head, heads, mask_m, lens, first_sequence, begin, end,
     stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -164,6 +165,9 @@ def cascade_decode_one_launch_attend(
     if k_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q, units = fp16_queries(q)  # see attend_keys
         scales *= units
+    to_cap = scales
+    if cap_log2 is not None:
+        scales = tl.full([BLOCK_M], 1.0, tl.float32) * cap_log2
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     first = 0
@@ -202,6 +206,8 @@ def cascade_decode_one_launch_attend(
         # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_PREFIX] -> [BLOCK_M, BLOCK_PREFIX], scaled once the maximum is
         # subtracted: see attend_keys.
         qk = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_PREFIX], tl.float32))
+        if cap_log2 is not None:
+            qk = tanh_of(qk * to_cap[:, None])
         visible = (keys < end)[None, :]
         if window is not None:
             visible = visible & (keys[None, :] >= lens[:, None] - window)
@@ -221,7 +227,7 @@ def cascade_decode_one_launch_attend(
 @triton.jit
 def cascade_decode_one_launch_prefix(
     out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr,
-    prefixes_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window, groups, tile, split, kv_head,
+    prefixes_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, groups, tile, split, kv_head,
     stride_out_b, stride_out_h, stride_lse_b, stride_arrived_b, stride_acc_b, stride_m_b, stride_q_b, stride_q_h,
     stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
@@ -244,7 +250,7 @@ def cascade_decode_one_launch_prefix(
             lens = tl.load(lens_ptr + sequences, mask=mask_m, other=0)
             begin = split * keys_per_split
             acc, m, l = cascade_decode_one_launch_attend(  # noqa: E741
-                q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, window,
+                q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2, window,
                 sequences, kv_head, heads, mask_m, lens, start, begin, tl.minimum(begin + keys_per_split, prefix),
                 stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
                 stride_table_b, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_PREFIX,
@@ -255,7 +261,7 @@ def cascade_decode_one_launch_prefix(
             )  # fmt: skip
             own_used = cascade_decode_one_launch_used(lens - prefix, window, NUM_SPLITS, BLOCK_N, MIN_BLOCKS)
             cascade_decode_one_launch_merge(
-                out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sequences, heads, mask_m,
+                out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sinks_ptr, sequences, heads, mask_m,
                 used + tl.maximum(own_used, 1),
                 stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b, stride_arrived_b,
                 PARTS, GROUP, HEAD_DIM_V, BLOCK_DV, min(BLOCK_DV, 2048 // BLOCK_M),
@@ -265,7 +271,7 @@ def cascade_decode_one_launch_prefix(
 @triton.jit
 def cascade_decode_one_launch_own(
     out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr,
-    prefixes_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window, groups, sequence, split, tile,
+    prefixes_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, groups, sequence, split, tile,
     stride_out_b, stride_out_h, stride_lse_b, stride_arrived_b, stride_acc_b, stride_m_b, stride_q_b, stride_q_h,
     stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
@@ -282,7 +288,7 @@ def cascade_decode_one_launch_own(
         kv_head, heads, mask_g = heads_of_tile(tile, GROUP, TILES, BLOCK_H)
         begin += split * keys_per_split
         acc, m, l = attend_keys(  # noqa: E741
-            q_ptr, k_ptr, v_ptr, tables_ptr + prefix // PAGE_SIZE, k_scale_ptr, scale_log2,
+            q_ptr, k_ptr, v_ptr, tables_ptr + prefix // PAGE_SIZE, k_scale_ptr, scale_log2, cap_log2,
             sequence, kv_head, heads, mask_g, begin, first, tl.minimum(begin + keys_per_split, length),
             stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
             stride_table_b, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
@@ -295,7 +301,7 @@ def cascade_decode_one_launch_own(
         # Without the rows that only pad the tile to what a matrix instruction takes.
         _, own_heads, mask_own = heads_of_tile(tile, GROUP, TILES, ROWS)
         cascade_decode_one_launch_merge(
-            out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sequence, own_heads, mask_own,
+            out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, v_scale_ptr, sinks_ptr, sequence, own_heads, mask_own,
             before + used,
             stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b, stride_arrived_b,
             PARTS, GROUP, HEAD_DIM_V, BLOCK_DV, BLOCK_DV,
@@ -305,7 +311,8 @@ def cascade_decode_one_launch_own(
 @triton.jit(do_not_specialize=["sequences", "groups", "tiles", "prefix_splits"])
 def cascade_decode_one_launch(
     out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr,
-    prefixes_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window, sequences, groups, tiles, prefix_splits,
+    prefixes_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, sequences, groups, tiles,
+    prefix_splits,
     stride_out_b, stride_out_h, stride_lse_b, stride_arrived_b, stride_acc_b, stride_m_b, stride_q_b, stride_q_h,
     stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
@@ -321,7 +328,7 @@ def cascade_decode_one_launch(
         # The last splits last: few sequences have so many, and programs without one leave while others work.
         cascade_decode_one_launch_own(
             out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr,
-            starts_ptr, prefixes_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window, groups,
+            starts_ptr, prefixes_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, groups,
             (own % sequences).to(tl.int64), own // sequences, tile_h,
             stride_out_b, stride_out_h, stride_lse_b, stride_arrived_b, stride_acc_b, stride_m_b, stride_q_b,
             stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
@@ -331,7 +338,7 @@ def cascade_decode_one_launch(
     elif tile_h % TILES == 0:  # the prefix has all query heads of a KV head in its rows
         cascade_decode_one_launch_prefix(
             out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr,
-            starts_ptr, prefixes_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window, groups,
+            starts_ptr, prefixes_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, groups,
             place % tiles, place // tiles, (tile_h // TILES).to(tl.int64),
             stride_out_b, stride_out_h, stride_lse_b, stride_arrived_b, stride_acc_b, stride_m_b, stride_q_b,
             stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
@@ -358,12 +365,15 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
     acc, groups, min_blocks = run.workspace["acc"], prefix_lens.shape[0], run.config["MIN_BLOCKS"]
     (sequences, _, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
     num_splits = acc.shape[2] // 2
     part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     block_n, group = part["BLOCK_N"], part["GROUP"]
     tile = Config(BLOCK_M=run.config["BLOCK_M"], BLOCK_N=run.config["BLOCK_PREFIX"])
     block_m, block_prefix = tile_sizes(tile, max(dim, dim_v), q.element_size())
@@ -384,6 +394,7 @@ def launch(
         **pointers("starts prefixes", group_starts, prefix_lens),
         **pointers("arrived[b] acc[b] m[b] l", *(run.workspace[name] for name in ("arrived", "acc", "m", "l"))),
         **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         sequences=sequences,
         groups=groups,
         tiles=tiles,

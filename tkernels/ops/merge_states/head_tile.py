@@ -18,7 +18,7 @@ CONFIGS = tuple(
 
 @triton.jit
 def merge_states_head_tile(
-    out_ptr, lse_ptr, out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, heads,
+    out_ptr, lse_ptr, out_a_ptr, lse_a_ptr, out_b_ptr, lse_b_ptr, sinks_ptr, heads,
     stride_out_t, stride_out_h, stride_lse_t, stride_out_a_t, stride_out_a_h, stride_lse_a_t,
     stride_out_b_t, stride_out_b_h, stride_lse_b_t,
     HEAD_DIM_V: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -29,10 +29,16 @@ def merge_states_head_tile(
     lse_a = tl.load(lse_a_ptr + token * stride_lse_a_t + offs_h, mask=mask_h, other=float("-inf"))
     lse_b = tl.load(lse_b_ptr + token * stride_lse_b_t + offs_h, mask=mask_h, other=float("-inf"))
     top = tl.maximum(lse_a, lse_b)
+    sinks = None
+    if sinks_ptr is not None:
+        sinks = tl.load(sinks_ptr + offs_h, mask=mask_h)
+        top = tl.maximum(top, sinks)
     origin = tl.where(top == float("-inf"), 0.0, top)  # of two empty parts: weights of 0, and not -inf - -inf
     weight_a = tl.exp2((lse_a - origin) * 1.4426950408889634)
     weight_b = tl.exp2((lse_b - origin) * 1.4426950408889634)
     total = weight_a + weight_b
+    if sinks_ptr is not None:
+        total += tl.exp2((sinks - origin) * 1.4426950408889634)
     offs_dv = tl.arange(0, BLOCK_DV)[None, :]
     mask_dv = offs_dv < HEAD_DIM_V
     a_rows = (out_a_ptr + token * stride_out_a_t + offs_h * stride_out_a_h)[:, None]
@@ -54,12 +60,15 @@ def launch(
     lse_a: torch.Tensor,
     out_b: torch.Tensor,
     lse_b: torch.Tensor,
+    *,
+    sinks: torch.Tensor | None,
 ) -> None:
     tokens, heads, dim_v = out.shape
     run.launch(
         merge_states_head_tile,
         (tokens, triton.cdiv(heads, run.config["BLOCK_HEADS"])),
         **pointers("out[th] lse[t] out_a[th] lse_a[t] out_b[th] lse_b[t]", out, lse, out_a, lse_a, out_b, lse_b),
+        sinks_ptr=sinks,
         heads=heads,
         HEAD_DIM_V=dim_v,
         BLOCK_HEADS=run.config["BLOCK_HEADS"],

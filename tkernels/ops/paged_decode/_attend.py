@@ -16,6 +16,7 @@ from tkernels import Axes, Buffer, Config, DeviceFacts, Run
 from tkernels.language import INTERPRETING, dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
+from tkernels.ops.softmax import LOG2_E, beside_sinks, tanh_of
 
 MAX_SPLITS = 128
 """All maxima of a head's parts are held at once. As num_splits, it leaves the number to the device."""
@@ -77,14 +78,14 @@ def fp16_codes(codes, AS_LOADED: tl.constexpr):
 
 @triton.jit
 def attend_keys(
-    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+    q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2,
     sequence, kv_head, heads, mask_g, begin, first, end,
     stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The part of one sequence's query heads [BLOCK_H], all of one KV head, over the keys first .. end-1, in blocks
-    that start at `begin`. Every block must hold a key.
+    that start at `begin`. Every block must hold a key. `scale_log2` and `cap_log2`: see `scale_arguments`.
 
     Keys and values are the rows of the products and the heads their columns: a matrix instruction has 16 rows and 8
     columns, and a group of 4 query heads pads the smaller side.
@@ -104,6 +105,9 @@ def attend_keys(
         # power of two that brings each head's largest to 1 .. 2, they lose nothing that fp32 sums would keep.
         q, units = fp16_queries(q)
         scales *= units
+    to_cap = scales
+    if cap_log2 is not None:
+        scales = tl.full([BLOCK_H], 1.0, tl.float32) * cap_log2
     k_ptr += kv_head * stride_k_h
     v_ptr += kv_head * stride_v_h
     table_ptr = tables_ptr + sequence * stride_table_b
@@ -137,6 +141,8 @@ def attend_keys(
         # [BLOCK_N, BLOCK_D] @ [BLOCK_D, BLOCK_H] -> [BLOCK_N, BLOCK_H], scaled only once the maximum is subtracted: the
         # weights that count come from small differences, which lose nothing to the size of the logits.
         qk = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_H], tl.float32))
+        if cap_log2 is not None:
+            qk = tanh_of(qk * to_cap[None, :])
         qk = tl.where(live[:, None], qk, float("-inf"))
         m_new = tl.maximum(m, tl.max(qk, axis=0))
         alpha = tl.exp2((m - m_new) * scales)
@@ -205,12 +211,16 @@ def combine_parts(
 
 @triton.jit
 def store_attention(
-    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, sequence, heads, mask_g,  # noqa: E741
+    out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, sequence, heads, mask_g,  # noqa: E741
     stride_out_b, stride_out_h, stride_lse_b, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the attention of heads [BLOCK_H] from their part over all keys."""
+    """Writes the attention of heads [BLOCK_H] from their part over all keys, which their sinks join here alone."""
     total = tl.maximum(l, 1.0)  # the largest weight is 1; with nothing cached: zeros, and not 0 / 0
     out = acc / total[:, None]
+    if sinks_ptr is not None:
+        # Of the quotient, not of `acc`: beside a sum with the sink in it, gfx942 stored 2 bytes at a time.
+        share, m, total = beside_sinks(m, total, tl.load(sinks_ptr + heads, mask=mask_g))
+        out = out * share[:, None]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + heads // GROUP, mask=mask_g)[:, None]
     offs_dv = tl.arange(0, acc.shape[1])
@@ -218,7 +228,7 @@ def store_attention(
     mask_out = mask_g[:, None] & (offs_dv < HEAD_DIM_V)[None, :]
     tl.store(rows[:, None] + offs_dv[None, :], out.to(out_ptr.dtype.element_ty), mask=mask_out)
     if lse_ptr is not None:
-        lse = (m + tl.log2(total)) * 0.6931471805599453  # natural; m is -inf where nothing is cached
+        lse = (m + tl.log2(total)) * 0.6931471805599453  # natural; m is -inf where there is nothing
         tl.store(lse_ptr + sequence * stride_lse_b + heads, lse, mask=mask_g)
 
 
@@ -297,7 +307,9 @@ def part_arguments(
     window: int | None,
     k_scale: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """What every kernel that reads the cache is given, by the names that all of them use."""
+    """What every kernel that reads the cache is given, by the names that all of them use; `scale_log2` is for logits
+    without a cap.
+    """
     (_, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
     block_h, tiles = head_tile(heads // heads_kv, run.device)
     is_doubled = k_cache.dtype == torch.float8_e4m3fn and block_h == 8
@@ -305,7 +317,7 @@ def part_arguments(
     return {
         **pointers("q[bh] k[psh] v[psh] tables lens k_scale", *tensors),
         "stride_table_b": block_tables.stride(0),
-        "scale_log2": scale * 1.4426950408889634,
+        "scale_log2": scale * LOG2_E,
         "window": window,
         "GROUP": heads // heads_kv,
         "TILES": tiles,
@@ -337,5 +349,5 @@ def split_arguments(
 
 
 def result_arguments(out: torch.Tensor, lse: torch.Tensor | None, v_scale: torch.Tensor | None) -> dict[str, Any]:
-    """What `store_attention` is given, as kernels take it."""
+    """What `store_attention` is given beside sinks, as kernels take it."""
     return {**pointers("out[bh] lse v_scale", out, lse, v_scale), "stride_lse_b": out.shape[1]}

@@ -13,9 +13,10 @@ from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
-    LOG2_E,
+    INSPECTED,
     OPTION_ARGUMENTS,
     OPTION_AXES,
+    PER_HEAD,
     SIZE_AXES,
     count_sequences,
     drawn_context_lens,
@@ -27,6 +28,7 @@ from tkernels.ops.paged_cache import (
     select_pages,
     zero_rows,
 )
+from tkernels.ops.softmax import LOG2_E, capped, softmax_and_lse
 
 
 def reference(
@@ -41,6 +43,8 @@ def reference(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """softmax(scale * q . k) v of each sequence's newest token over its own cached tokens, itself included.
@@ -58,15 +62,22 @@ def reference(
         window: A query sees the last `window` keys, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
-        return_lse: Return the log-sum-exp of the logits too.
+        soft_cap: Logits become soft_cap * tanh(logit / soft_cap) before any is masked; positive. None leaves them.
+        sinks: [Hq] float32, natural: one more logit for each query head, neither scaled nor capped, which has a weight
+            but no value. -inf is none. Of +inf or NaN, which no kernel checks, the head's results are undefined.
+        return_lse: Return the log-sum-exp of the logits too, that of a sink included.
 
     Returns:
-        out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log, -inf for
-        context 0.
+        out [B, Hq, Dv], as q; with return_lse also lse [B, Hq] float32 (float64 of float64), natural log: of context 0
+        the sink, or -inf.
+
+    Source: soft caps are Gemma 2's (Gemma Team, 2024), sinks gpt-oss's (OpenAI, 2025).
     """
     (sequences, heads, dim), (_, page, heads_kv, dim_v) = q.shape, v_cache.shape
     out = q.new_zeros(sequences, heads, dim_v)
     lse = q.new_full((sequences, heads), -math.inf)
+    if sinks is not None:
+        lse[:] = sinks
     for sequence, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
@@ -78,9 +89,10 @@ def reference(
         k = k if k_scale is None else (k * k_scale[:, None]).to(k.dtype)
         v = v if v_scale is None else (v * v_scale[:, None]).to(v.dtype)
         queries = (q[sequence] * scale).view(heads_kv, -1, dim)  # [Hkv, G, D]
-        logits = torch.einsum("hgd,khd->hgk", queries, k)
-        lse[sequence] = logits.logsumexp(-1).flatten()
-        out[sequence] = torch.einsum("hgk,khd->hgd", logits.softmax(-1), v).reshape(heads, dim_v)
+        logits = capped(torch.einsum("hgd,khd->hgk", queries, k), soft_cap).flatten(0, 1)  # [Hq, keys]
+        weights, lse[sequence] = softmax_and_lse(logits, sinks)
+        grouped = weights.to(v.dtype).unflatten(0, (heads_kv, -1))
+        out[sequence] = torch.einsum("hgk,khd->hgd", grouped, v).reshape(heads, dim_v)
     return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
 
 
@@ -96,6 +108,8 @@ def baseline(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Gathers the pages of all sequences, padded to the longest possible context; attends to all at once, no sync."""
@@ -103,7 +117,7 @@ def baseline(
     if max_context_len is not None:
         longest = min(longest, max(1, max_context_len))
     block_tables = block_tables[:, : -(-longest // page)]
-    if q.dtype.itemsize > 2 and not return_lse:
+    if q.dtype.itemsize > 2 and not return_lse and soft_cap is None and sinks is None:
         return _exact_decode(q, k_cache, v_cache, block_tables, context_lens, longest, scale, window, k_scale, v_scale)
     first_keys = None if window is None else context_lens - window
     k = gather_context(k_cache, block_tables, context_lens, first_keys).to(q.dtype)  # [B, L, Hkv, D]
@@ -114,10 +128,13 @@ def baseline(
     if window is not None:
         visible &= positions >= context_lens[:, None] - window
     # [B, 1, Hq, Dv]
-    out, lse = padded_attention(q.unsqueeze(1), k, v, visible.unsqueeze(1), scale, k_scale, v_scale, return_lse)
+    out, lse = padded_attention(
+        q.unsqueeze(1), k, v, visible.unsqueeze(1), scale, k_scale, v_scale, soft_cap, sinks, return_lse
+    )
     if lse is None:
         return out.squeeze(1)
-    return out.squeeze(1), lse.squeeze(1).masked_fill_((context_lens == 0)[:, None], -math.inf)
+    of_none = lse.new_full((), -math.inf) if sinks is None else sinks
+    return out.squeeze(1), torch.where((context_lens == 0)[:, None], of_none, lse.squeeze(1))
 
 
 def _exact_decode(
@@ -132,7 +149,8 @@ def _exact_decode(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
 ) -> torch.Tensor:
-    """fp32 and fp64 without a log-sum-exp: what a CPU engine runs in every layer of every step, so in few torch calls.
+    """fp32 and fp64 without a log-sum-exp, a cap or sinks: what a CPU engine runs in every layer of every step, so in
+    few torch calls.
 
     K is let go before V is gathered, so that V takes its memory, which the caches of the CPU still hold: over all
     steps of 32 sequences that is 18.5 ms against 19.7 on one core.
@@ -191,8 +209,8 @@ def bytes_moved(case: Case) -> int:
         pages = pages - (case.inputs["context_lens"].long() - window).clamp_min(0) // page
     cached = visible_keys(case) * heads_kv * (dim + dim_v) * k_cache.element_size()
     queries = sequences * heads * ((dim + dim_v) * q.element_size() + (4 if case.inputs["return_lse"] else 0))
-    scales = sum(4 * heads_kv for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
-    return cached + queries + scales + 4 * (int(pages.sum()) + sequences)
+    per_head = sum(case.inputs[name].nbytes for name in PER_HEAD if case.inputs[name] is not None)
+    return cached + queries + per_head + 4 * (int(pages.sum()) + sequences)
 
 
 def flops(case: Case) -> int:
@@ -253,6 +271,7 @@ CONTRACT = Contract(
     }
     | {"B=64,context=8192": _benchmark(64, 8192)}
     | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")},
+    inspected=INSPECTED,
     batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="decode",
 )

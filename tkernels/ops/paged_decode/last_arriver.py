@@ -33,6 +33,7 @@ from tkernels.ops.paged_decode._attend import (
     store_part,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 # At least 512 keys to a split by default: a part takes (Dv + 2) * 8 bytes for each query head
 # to write and read again, at a group of 4 and bf16 1.6% of what 512 keys take.
@@ -58,7 +59,7 @@ CONFIGS = tuple(
 @triton.jit(do_not_specialize=["splits"])
 def paged_decode_last_arriver(
     out_ptr, lse_ptr, arrived_ptr, acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr,
-    k_scale_ptr, v_scale_ptr, scale_log2, window, splits,
+    k_scale_ptr, v_scale_ptr, sinks_ptr, scale_log2, cap_log2, window, splits,
     stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b, stride_q_b, stride_q_h,
     stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
@@ -78,7 +79,7 @@ def paged_decode_last_arriver(
     if split < used:
         begin += split * keys_per_split
         acc, m, l = attend_keys(  # noqa: E741
-            q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+            q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2,
             sequence, kv_head, heads, mask_g, begin, first, tl.minimum(begin + keys_per_split, length),
             stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
             stride_table_b, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
@@ -100,7 +101,7 @@ def paged_decode_last_arriver(
                 NUM_SPLITS, HEAD_DIM_V, BLOCK_S, BLOCK_DV, CHUNK,
             )  # fmt: skip
             store_attention(
-                out_ptr, lse_ptr, v_scale_ptr, all_acc, all_m, all_l, sequence, own_heads, mask_own,
+                out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, all_acc, all_m, all_l, sequence, own_heads, mask_own,
                 stride_out_b, stride_out_h, stride_lse_b, GROUP, HEAD_DIM_V,
             )  # fmt: skip
 
@@ -120,9 +121,12 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
     part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     rows = min(part["BLOCK_H"], triton.next_power_of_2(part["GROUP"]))
     run.launch(
@@ -131,6 +135,7 @@ def launch(
         **part,
         **parts,
         **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         arrived_ptr=run.workspace["arrived"],
         splits=splits,
         BLOCK_S=triton.next_power_of_2(parts["NUM_SPLITS"]),

@@ -20,6 +20,7 @@ from tkernels.ops.paged_decode._attend import (
     store_attention,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 # Page ids are loaded a stage before the keys that wait for them, so two stages more are one block of keys more in
 # flight: for sm_90 at D 128, 64 keys take 36 KB of shared memory with 3 or 4 stages, 70 KB with 5 or 6, 103 KB with 7.
@@ -47,7 +48,8 @@ CONFIGS = (
 
 @triton.jit
 def paged_decode_one_pass(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, scale_log2, window,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    scale_log2, cap_log2, window,
     stride_out_b, stride_out_h, stride_lse_b, stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h,
     stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     GROUP: tl.constexpr, TILES: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -61,13 +63,13 @@ def paged_decode_one_pass(
     if window is not None:
         first = tl.maximum(length - window, 0)
     acc, m, l = attend_keys(  # noqa: E741
-        q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+        q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2,
         sequence, kv_head, heads, mask_g, first // BLOCK_N * BLOCK_N, first, length,
         stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
     )  # fmt: skip
     store_attention(
-        out_ptr, lse_ptr, v_scale_ptr, acc, m, l, sequence, heads, mask_g,
+        out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, sequence, heads, mask_g,
         stride_out_b, stride_out_h, stride_lse_b, GROUP, HEAD_DIM_V,
     )  # fmt: skip
 
@@ -87,11 +89,14 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
     part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     grid = (q.shape[0], k_cache.shape[2] * part["TILES"])
-    run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale))
+    run.launch(paged_decode_one_pass, grid, **part, **result_arguments(out, lse, v_scale), sinks_ptr=sinks)
 
 
 VARIANT = Variant(

@@ -29,6 +29,7 @@ from tkernels.ops.paged_decode._attend import (
     store_part,
     unsupported,
 )
+from tkernels.ops.softmax import scale_arguments
 
 CONFIGS = tuple(
     Config(num_splits=splits, BLOCK_N=block, MIN_BLOCKS=blocks, REDUCE_HEADS=1, num_warps=warps, num_stages=stages)
@@ -39,7 +40,8 @@ CONFIGS = tuple(
 
 @triton.jit
 def paged_decode_split_kv_part(
-    acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, k_scale_ptr, scale_log2, window,
+    acc_ptr, m_ptr, l_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, k_scale_ptr, scale_log2,
+    cap_log2, window,
     stride_acc_b, stride_m_b, stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h,
     stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, GROUP: tl.constexpr, TILES: tl.constexpr,
@@ -55,7 +57,7 @@ def paged_decode_split_kv_part(
     if split < used:  # the reduction never looks at a split without keys
         begin += split * keys_per_split
         acc, m, l = attend_keys(  # noqa: E741
-            q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2,
+            q_ptr, k_ptr, v_ptr, tables_ptr, k_scale_ptr, scale_log2, cap_log2,
             sequence, kv_head, heads, mask_g, begin, first, tl.minimum(begin + keys_per_split, length),
             stride_q_b, stride_q_h, stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h,
             stride_table_b, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE_SIZE, BLOCK_N,
@@ -68,7 +70,7 @@ def paged_decode_split_kv_part(
 
 @triton.jit
 def paged_decode_split_kv_reduce(
-    out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, lens_ptr, v_scale_ptr, window, heads,
+    out_ptr, lse_ptr, acc_ptr, m_ptr, l_ptr, lens_ptr, v_scale_ptr, sinks_ptr, window, heads,
     stride_out_b, stride_out_h, stride_lse_b, stride_acc_b, stride_m_b,
     NUM_SPLITS: tl.constexpr, MIN_BLOCKS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
@@ -83,7 +85,7 @@ def paged_decode_split_kv_reduce(
         NUM_SPLITS, HEAD_DIM_V, BLOCK_S, BLOCK_DV, CHUNK,
     )  # fmt: skip
     store_attention(
-        out_ptr, lse_ptr, v_scale_ptr, acc, m, l, sequence, offs_h, mask_h,
+        out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, sequence, offs_h, mask_h,
         stride_out_b, stride_out_h, stride_lse_b, GROUP, HEAD_DIM_V,
     )  # fmt: skip
 
@@ -103,10 +105,13 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
 ) -> None:
     (sequences, heads, _), heads_kv, reduce_heads = q.shape, k_cache.shape[2], run.config["REDUCE_HEADS"]
     part = part_arguments(run, q, k_cache, v_cache, block_tables, context_lens, scale, window, k_scale)
+    part |= scale_arguments(scale, soft_cap)
     splits, parts = split_arguments(run, part, block_tables, max_context_len)
     run.launch(paged_decode_split_kv_part, (sequences, heads_kv * part["TILES"], splits), **part, **parts)
     run.launch(
@@ -114,6 +119,7 @@ def launch(
         (sequences, triton.cdiv(heads, reduce_heads)),
         **parts,
         **result_arguments(out, lse, v_scale),
+        sinks_ptr=sinks,
         **{name: part[name] for name in ("lens_ptr", "window", "GROUP", "HEAD_DIM_V", "BLOCK_DV", "BLOCK_N")},
         heads=heads,
         BLOCK_H=reduce_heads,

@@ -14,8 +14,10 @@ from tkernels.ops.paged_cache import (
     BENCHMARK_AXES,
     CONSTRAINTS,
     CORNERS,
+    INSPECTED,
     OPTION_ARGUMENTS,
     OPTION_AXES,
+    PER_HEAD,
     SIZE_AXES,
     count_sequences,
     drawn_context_lens,
@@ -25,6 +27,7 @@ from tkernels.ops.paged_cache import (
     paged_inputs,
     select_pages,
 )
+from tkernels.ops.softmax import capped, softmax_and_lse
 
 
 def reference(
@@ -40,6 +43,8 @@ def reference(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     causal: bool = True,
 ) -> Any:
@@ -63,7 +68,8 @@ def reference(
         window: A query sees the last `window` keys up to its own position, itself included, at least 1; None is all.
         k_scale: [Hkv] float32, positive; the real keys are the cached ones times it.
         v_scale: [Hkv] float32, the same for values.
-        return_lse: Return the log-sum-exp of the logits too.
+        soft_cap, sinks: See `paged_decode`.
+        return_lse: Return the log-sum-exp of the logits too, that of a sink included.
         causal: A query sees no key after its own position. Otherwise it sees all of them, and `window` bounds the past
             only.
 
@@ -91,9 +97,9 @@ def reference(
         for head in range(heads_kv):  # one at a time: all logits of a long prompt would not fit
             group = slice(head * heads // heads_kv, (head + 1) * heads // heads_kv)
             logits = torch.einsum("qgd,kd->qgk", q[rows, group] * scale, k[:, head])  # [queries, G, keys]
-            logits = logits.masked_fill(~visible[:, None], -math.inf)
-            lse[rows, group] = logits.logsumexp(-1)
-            out[rows, group] = torch.einsum("qgk,kd->qgd", logits.softmax(-1), v[:, head])
+            logits = capped(logits, soft_cap).masked_fill(~visible[:, None], -math.inf)
+            weights, lse[rows, group] = softmax_and_lse(logits, None if sinks is None else sinks[group])
+            out[rows, group] = torch.einsum("qgk,kd->qgd", weights.to(v.dtype), v[:, head])
     return (out, lse.to(torch.promote_types(lse.dtype, torch.float32))) if return_lse else out
 
 
@@ -110,6 +116,8 @@ def baseline(
     window: int | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     causal: bool = True,
 ) -> Any:
@@ -136,7 +144,7 @@ def baseline(
     padded = q.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # [B, M, Hq, D]
     fresh = counts == lens and causal and window is None
     visible = None if fresh else _visible(context_lens, sizes, places, longest, causal, window)
-    attended, log_sums = padded_attention(padded, k, v, visible, scale, k_scale, v_scale, return_lse)
+    attended, log_sums = padded_attention(padded, k, v, visible, scale, k_scale, v_scale, soft_cap, sinks, return_lse)
     if len(lens) == 1:
         out[:live] = attended[0]
     else:
@@ -211,8 +219,8 @@ def bytes_moved(case: Case) -> int:
     cached = int((lens - first).sum()) * heads_kv * (dim + dim_v) * k_cache.element_size()
     pages = int((-(-lens // page) - first // page)[counts > 0].sum())
     queries = int(counts.sum()) * heads * ((dim + dim_v) * q.element_size() + (4 if case.inputs["return_lse"] else 0))
-    scales = sum(4 * heads_kv for name in ("k_scale", "v_scale") if case.inputs[name] is not None)
-    return cached + queries + scales + 4 * (pages + 2 * len(counts) + 1)
+    per_head = sum(case.inputs[name].nbytes for name in PER_HEAD if case.inputs[name] is not None)
+    return cached + queries + per_head + 4 * (pages + 2 * len(counts) + 1)
 
 
 def flops(case: Case) -> int:
@@ -301,7 +309,7 @@ CONTRACT = Contract(
     }
     | {"B=1,chunk=16384,context=16384,S=128": _benchmark(1, 16384, 16384, page=128)}
     | {"B=1,chunk=16384,context=16384": _benchmark(1, 16384, 16384)},
-    inspected={"large_pages": {"S": 128}},
+    inspected={"large_pages": {"S": 128}, **INSPECTED},
     batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="prefill",
 )

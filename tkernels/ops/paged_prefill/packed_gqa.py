@@ -17,6 +17,7 @@ from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.arguments import pointers
 from tkernels.ops.paged_cache import unsupported_kv
+from tkernels.ops.softmax import beside_sinks, scale_arguments, tanh_of
 
 CONFIGS = tuple(
     Config(BLOCK_M=rows, BLOCK_N=keys, num_warps=warps, num_stages=stages)
@@ -75,14 +76,18 @@ def paged_prefill_packed_gqa_key_range(own_first, own_end, length, window, BLOCK
 
 @triton.jit
 def paged_prefill_packed_gqa_attend(
-    acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL: tl.constexpr, MASKED: tl.constexpr  # noqa: E741
+    acc, m, l, q, k, v, keys, own, length, scale_log2, cap_log2, window,  # noqa: E741
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys k [BLOCK_N, BLOCK_D] and values v [BLOCK_N, BLOCK_DV] at the positions `keys` to the running
     (acc [BLOCK_M, BLOCK_DV], maximum m, sum l) of the rows q [BLOCK_M, BLOCK_D] at the positions `own`. Unless MASKED,
-    every row sees all of them.
+    every row sees all of them. `scale_log2` and `cap_log2`: see `scale_arguments`.
     """
     # [BLOCK_M, BLOCK_D] @ [BLOCK_D, BLOCK_N] -> [BLOCK_M, BLOCK_N]
     qk = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    if cap_log2 is not None:
+        qk = tanh_of(qk * scale_log2)
+        scale_log2 = cap_log2
     if MASKED:
         visible = (keys <= own[:, None]) if CAUSAL else (keys < length)[None, :]
         if window is not None:
@@ -101,11 +106,14 @@ def paged_prefill_packed_gqa_attend(
 
 @triton.jit
 def paged_prefill_packed_gqa_store(
-    out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,  # noqa: E741
+    out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, tokens, heads, mask_m, kv_head,  # noqa: E741
     stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the rows' weighted means, and their log-sum-exps where wanted."""
+    """Writes the rows' weighted means, and their log-sum-exps where wanted, their heads' sinks included."""
     out = acc / l[:, None]  # only rows that pad the tile may have seen nothing, and theirs are not stored
+    if sinks_ptr is not None:
+        share, m, l = beside_sinks(m, l, tl.load(sinks_ptr + heads, mask=mask_m))  # noqa: E741
+        out = out * share[:, None]
     if v_scale_ptr is not None:
         out = out * tl.load(v_scale_ptr + kv_head)
     offs_dv = tl.arange(0, acc.shape[1])
@@ -120,7 +128,7 @@ def paged_prefill_packed_gqa_store(
 @triton.jit
 def paged_prefill_packed_gqa_sweep(
     acc, m, l, q, own, begin, end, first, length, k_ptr, v_ptr, table_ptr,  # noqa: E741
-    stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+    stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, cap_log2, window,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -152,15 +160,15 @@ def paged_prefill_packed_gqa_sweep(
         v_rows = v_ptr + pages * stride_v_p + slots * stride_v_s
         v = tl.load(v_rows[:, None] + offs_dv[None, :], mask=live[:, None] & mask_dv[None, :], other=0.0)
         acc, m, l = paged_prefill_packed_gqa_attend(  # noqa: E741
-            acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL, MASKED
+            acc, m, l, q, k, v, keys, own, length, scale_log2, cap_log2, window, CAUSAL, MASKED
         )
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def paged_prefill_packed_gqa(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
-    scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
+    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    scale_log2, cap_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
     stride_k_p, stride_k_s, stride_k_h, stride_v_p, stride_v_s, stride_v_h, stride_table_b,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -200,21 +208,21 @@ def paged_prefill_packed_gqa(
         if window is not None:
             acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
                 acc, m, l, q, own, begin, full_begin, first, length, k_head, v_head, table_ptr,
-                stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+                stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, cap_log2, window,
                 HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
             )  # fmt: skip
         acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
             acc, m, l, q, own, full_begin, full_end, first, length, k_head, v_head, table_ptr,
-            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, cap_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, False,
         )  # fmt: skip
         acc, m, l = paged_prefill_packed_gqa_sweep(  # noqa: E741
             acc, m, l, q, own, tl.maximum(full_begin, full_end), end, first, length, k_head, v_head, table_ptr,
-            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, window,
+            stride_k_p, stride_k_s, stride_v_p, stride_v_s, scale_log2, cap_log2, window,
             HEAD_DIM, HEAD_DIM_V, PAGE_SIZE, BLOCK_N, CAUSAL, True,
         )  # fmt: skip
         paged_prefill_packed_gqa_store(
-            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
+            out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
             stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -250,6 +258,8 @@ def prefill_arguments(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     causal: bool,
     block_m: int,
     block_n: int,
@@ -257,13 +267,13 @@ def prefill_arguments(
     """The grid, tiles of rows x KV heads, and the arguments of a kernel for it but the caches themselves."""
     (tokens, heads, dim), (_, page_size, heads_kv, dim_v) = q.shape, v_cache.shape
     sequences, group = context_lens.shape[0], heads // heads_kv
-    steering = (block_tables, cu_seqlens_q, context_lens, k_scale, v_scale)
+    steering = (block_tables, cu_seqlens_q, context_lens, k_scale, v_scale, sinks)
     return (tokens * group // block_m + sequences, heads_kv), {
         **pointers("out[th] lse q[th]", out, lse, q),
-        **pointers("tables starts lens k_scale v_scale", *steering),
+        **pointers("tables starts lens k_scale v_scale sinks", *steering),
         "stride_lse_t": heads,
         "stride_table_b": block_tables.stride(0),
-        "scale_log2": scale * 1.4426950408889634,
+        **scale_arguments(scale, soft_cap),
         "window": window,
         "sequences": sequences,
         "GROUP": group,
@@ -294,18 +304,22 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
     causal: bool,
 ) -> None:
     if context_lens.shape[0] == 0:
         return  # every row is padding
     block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
-    if k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120"):
-        # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120.
+    widens = k_cache.element_size() == 1 and run.device.arch in ("sm_89", "sm_120")
+    if widens or (soft_cap is not None and run.device.arch in ("sm_80", "sm_86", "sm_89", "sm_120")):
+        # mma.sync takes keys from registers, where e4m3 widens: 32 keys spilled 28 bytes on sm_89, 40 on sm_120. Beside
+        # a cap's tangents they spilled 20 on sm_80, 28 on sm_86 and sm_89, and 128 on sm_120.
         block_n = max(16, block_n // 2)
     grid, arguments = prefill_arguments(
-        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
-        block_m, block_n,
+        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, soft_cap,
+        sinks, causal, block_m, block_n,
     )  # fmt: skip
     run.launch(paged_prefill_packed_gqa, grid, **arguments, **pointers("k[psh] v[psh]", k_cache, v_cache))
 

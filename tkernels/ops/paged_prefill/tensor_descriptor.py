@@ -42,8 +42,8 @@ CONFIGS = tuple(
 
 @triton.jit
 def paged_prefill_tensor_descriptor_sweep(
-    acc, m, l, q, own, begin, end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,  # noqa: E741
-    PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    acc, m, l, q, own, begin, end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2,  # noqa: E741
+    cap_log2, window, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     SPECIALIZED: tl.constexpr,
 ):  # fmt: skip
     """Attends to the blocks of keys in begin .. end-1; all of them lie within the context unless MASKED.
@@ -60,15 +60,16 @@ def paged_prefill_tensor_descriptor_sweep(
         if MASKED:  # what a page holds past the context may be NaN, which no weight of 0 removes
             v = tl.where((keys < length)[:, None], v.to(q.dtype), 0.0)
         acc, m, l = paged_prefill_packed_gqa_attend(  # noqa: E741
-            acc, m, l, q, k, v, keys, own, length, scale_log2, window, CAUSAL, MASKED
+            acc, m, l, q, k, v, keys, own, length, scale_log2, cap_log2, window, CAUSAL, MASKED
         )
     return acc, m, l
 
 
 @triton.jit(do_not_specialize=["sequences"])
 def paged_prefill_tensor_descriptor(
-    out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
-    scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h, stride_table_b,
+    out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    scale_log2, cap_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
+    stride_table_b,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -101,19 +102,19 @@ def paged_prefill_tensor_descriptor(
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if window is not None:
             acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
-                acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-                PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
+                acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2,
+                cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
             )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
-            acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-            PAGE_SIZE, BLOCK_N, CAUSAL, False, False,
+            acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2,
+            cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, False, False,
         )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
             acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_pages, v_pages, table_ptr, kv_head,
-            scale_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
+            scale_log2, cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
         )  # fmt: skip
         paged_prefill_packed_gqa_store(
-            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
+            out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
             stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -134,6 +135,8 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
     causal: bool,
 ) -> None:
@@ -144,8 +147,8 @@ def launch(
         block_n = min(block_n, 64)  # e4m3 widens in registers, of which 128 keys would spill 60 bytes on sm_90
     block_n = min(block_n, v_cache.shape[1])
     grid, arguments = prefill_arguments(
-        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
-        block_m, block_n,
+        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, soft_cap,
+        sinks, causal, block_m, block_n,
     )  # fmt: skip
     # What a box has beyond a head's size is outside the descriptor's shape, and comes as zeros.
     run.launch(

@@ -2,7 +2,7 @@
 of the softmax compute meanwhile, in place of all of them doing one after the other.
 
 Blocks that every row sees are swept so, after the edges. Wins on sm_100 where contexts are long and pages have 64
-tokens or more.
+tokens or more. It takes no soft cap, whose tangents spill 188 bytes of the 96 registers that the softmax's warps have.
 """
 
 import torch
@@ -43,8 +43,9 @@ number of elements", as it gives each of two warp groups half of a box. With the
 
 @triton.jit(do_not_specialize=["sequences"])
 def paged_prefill_warp_specialized(
-    out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr,
-    scale_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h, stride_table_b,
+    out_ptr, lse_ptr, q_ptr, k_pages, v_pages, tables_ptr, starts_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr,
+    scale_log2, cap_log2, window, sequences, stride_out_t, stride_out_h, stride_lse_t, stride_q_t, stride_q_h,
+    stride_table_b,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -79,19 +80,19 @@ def paged_prefill_warp_specialized(
         # whose values are masked.
         if window is not None:
             acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
-                acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-                PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
+                acc, m, l, q, own, begin, full_begin, length, k_pages, v_pages, table_ptr, kv_head, scale_log2,
+                cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
             )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
             acc, m, l, q, own, tl.maximum(full_begin, full_end), end, length, k_pages, v_pages, table_ptr, kv_head,
-            scale_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
+            scale_log2, cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, True, False,
         )  # fmt: skip
         acc, m, l = paged_prefill_tensor_descriptor_sweep(  # noqa: E741
-            acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2, window,
-            PAGE_SIZE, BLOCK_N, CAUSAL, False, True,
+            acc, m, l, q, own, full_begin, full_end, length, k_pages, v_pages, table_ptr, kv_head, scale_log2,
+            cap_log2, window, PAGE_SIZE, BLOCK_N, CAUSAL, False, True,
         )  # fmt: skip
         paged_prefill_packed_gqa_store(
-            out_ptr, lse_ptr, v_scale_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
+            out_ptr, lse_ptr, v_scale_ptr, sinks_ptr, acc, m, l, tokens, heads, mask_m, kv_head,
             stride_out_t, stride_out_h, stride_lse_t, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -112,6 +113,7 @@ def launch(
     window: int | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None,
     return_lse: bool,
     causal: bool,
 ) -> None:
@@ -120,8 +122,8 @@ def launch(
     block_m, block_n = tile_sizes(run.config, max(q.shape[2], v_cache.shape[3]), q.element_size())
     block_n = min(block_n, v_cache.shape[1])
     grid, arguments = prefill_arguments(
-        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, causal,
-        block_m, block_n,
+        out, lse, q, v_cache, block_tables, cu_seqlens_q, context_lens, scale, window, k_scale, v_scale, None,
+        sinks, causal, block_m, block_n,
     )  # fmt: skip
     run.launch(
         paged_prefill_warp_specialized,
