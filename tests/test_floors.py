@@ -40,7 +40,8 @@ ROOMS: dict[str, dict[str, str]] = {
         "config": "cache_kinds batch rotary fields config",
         "parts": "kv_cache kernel_axes layers kernel_swap linear_reader decoders",
         "architectures": "architectures outside loading",
-        "training": "transformers_models random_weights corpus training_state train presets hub model_names",
+        "training": "transformers_models random_weights corpus training_state expert_load train presets hub "
+        "model_names",
         "quantizers": "quantizers",
         "package": "__init__",
     },

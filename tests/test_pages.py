@@ -96,6 +96,7 @@ NOT_RUN: Mapping[str, str] = {
     "python -m tests.experiments.sweep.kill_runs --times 20": "minutes; tests/experiments/sweep/test_kill_runs.py",
     "python -m tests.experiments.first_failure": "minutes, and a figure; tests/experiments/test_trials.py",
     "python -m tests.tmodel.fuzz_configs --count 2000": "minutes; tests/tmodel/test_config_bounds.py",
+    "python -m tests.tmodel.moe_against_dense": "ten minutes, and figures; tests/tmodel/test_train.py",
     "python -m tests.tmodel.parity_table": "a minute, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tmodel.parity_table --trained": "trains every preset, and a figure; tests/tmodel/test_parity.py",
     "python -m tests.tsched.schedules --count 2000 --model hash": "hours; tests/tsched/test_schedules.py",

@@ -24,6 +24,9 @@ PRESETS = {name: Recipe(**recipe) for name, recipe in PRESET_TABLE["trained"].it
 tokens. tiny is a Qwen3, the others are named for their architectures; tiny-mistral learns with a window of half its
 sequences. The others have no norm on queries and keys, so Muon takes a quarter of tiny's rate: at tiny's own their
 attention scores grow to hundreds and they learn less (tiny-llama: 3.69 held-out nats a token, 3.33 at a quarter).
+
+tiny-moe is tiny with experts, a token's two together as wide as tiny's MLP; it takes half as long again, as Muon has
+more matrices. At a router_aux_loss_coef of 0.01 its second layer's load had 0.83 of the largest entropy, at 0.03 0.99.
 """
 
 

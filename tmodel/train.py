@@ -24,10 +24,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tkernels.cores import usable_cores
 from tkernels.errors import TKernelsError
 from tmodel.corpus import Corpus
+from tmodel.expert_load import balance_loss, count_tokens, load_entropy
 from tmodel.training_state import load_state, save_state
 from tmodel.transformers_models import new_transformers_model
 
 END_OF_TEXT = "<|endoftext|>"
+_LEAST_LOAD_ENTROPY = 0.8
 _BIGRAM_DISCOUNT = 0.75  # the customary constant of absolute discounting; 0.5 to 0.9 change the loss by less than 0.01
 
 _SECONDS_BETWEEN_STATES = 3.0  # a state of the tiny preset takes some 10 ms to write
@@ -62,10 +64,15 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainingReport:
-    """Mean negative log-likelihoods are in nats per token, over the same held-out tokens."""
+    """Mean negative log-likelihoods are in nats per token, over the same held-out tokens.
+
+    `load_entropies` says of each layer with experts how evenly these tokens are shared out among them, 1 where each
+    gets as many; None where there are no experts.
+    """
 
     held_out_loss: float
     bigram_loss: float
+    load_entropies: tuple[float, ...] | None
     held_out_tokens: int
     training_tokens: int
     seconds: float
@@ -143,10 +150,39 @@ def new_model(recipe: Recipe, end_token_id: int) -> Any:
 
 
 def split_parameters(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
-    """The matrices that something is multiplied by; and the rest: vectors, and tables whose rows are looked up."""
+    """The matrices that something is multiplied by, and stacks of such; and the rest: vectors, and tables whose rows
+    are looked up.
+    """
     tables = {id(one.weight) for one in model.modules() if isinstance(one, torch.nn.Embedding)}
-    matrices = [p for p in model.parameters() if p.ndim == 2 and id(p) not in tables]
-    return matrices, [p for p in model.parameters() if p.ndim != 2 or id(p) in tables]
+    matrices = [p for p in model.parameters() if p.ndim > 1 and id(p) not in tables]
+    return matrices, [p for p in model.parameters() if p.ndim == 1 or id(p) in tables]
+
+
+class StackedMuon(torch.optim.Muon):
+    """torch's Muon, to which a stack [n, rows, columns], as transformers holds experts, is n matrices."""
+
+    def __init__(self, matrices: Sequence[torch.nn.Parameter], learning_rate: float) -> None:
+        self._parts = {
+            stack: [torch.nn.Parameter(matrix) for matrix in stack.detach().unbind()]  # they share the stack's memory
+            for stack in matrices
+            if stack.ndim == 3
+        }
+        flat = [part for matrix in matrices for part in self._parts.get(matrix, [matrix])]
+        super().__init__(flat, lr=learning_rate, momentum=0.95, weight_decay=0.0)
+
+    def step(self, closure: Any = None) -> Any:
+        """One update by the gradients that the stacks, and the matrices beside them, have."""
+        for stack, parts in self._parts.items():
+            assert stack.grad is not None
+            for part, gradient in zip(parts, stack.grad.unbind(), strict=True):
+                part.grad = gradient
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, those of the stacks too."""
+        super().zero_grad(set_to_none)
+        for stack in self._parts:
+            stack.grad = None
 
 
 def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Path | None = None) -> None:
@@ -155,6 +191,9 @@ def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Pa
     Muon (Jordan et al., 2024) earns its keep: tried with 2,048 tokens a step, it stood at 3.84 held-out nats after 344
     steps, AdamW alone at 4.09 after 432, and steps are what a minute is short of.
 
+    Routers also learn to share tokens out evenly, by `router_aux_loss_coef` of the config times the mean `balance_loss`
+    of the layers.
+
     Args:
         state: A file that is written every few seconds and that training goes on from, after Ctrl-C or a kill, to the
             same weights; it stays until the caller removes it.
@@ -162,7 +201,7 @@ def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Pa
     order = torch.Generator().manual_seed(seed)
     matrices, vectors = split_parameters(model)
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=recipe.matrix_learning_rate, momentum=0.95, weight_decay=0.0),
+        StackedMuon(matrices, recipe.matrix_learning_rate),
         torch.optim.AdamW(vectors, lr=recipe.vector_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     rates = (recipe.matrix_learning_rate, recipe.vector_learning_rate)
@@ -176,8 +215,8 @@ def train(model: Any, tokens: torch.Tensor, recipe: Recipe, seed: int, state: Pa
                     optimizer.param_groups[0]["lr"] = rate * _learning_rate_share(step, recipe.num_steps)
                 starts = torch.randint(len(tokens) - recipe.sequence_len, (recipe.batch_size,), generator=order)
                 windows = tokens[starts[:, None] + torch.arange(recipe.sequence_len + 1)]  # [batch, sequence_len + 1]
-                loss = _loss(model, windows)
-                loss.backward()
+                loss, routed = _read(model, windows)
+                (loss + _balance_term(model, routed)).backward()
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -234,19 +273,29 @@ def _given_threads() -> int:
     return min(torch.get_num_threads(), usable_cores())
 
 
-def held_out_loss(model: Any, tokens: torch.Tensor, sequence_len: int) -> float:
-    """Nats per token over all whole windows of `tokens`, each read without what comes before it."""
+def judge(model: Any, tokens: torch.Tensor, sequence_len: int) -> tuple[float, tuple[float, ...] | None]:
+    """(nats per token, load entropy of each layer with experts) over all whole windows of `tokens`, each read without
+    what comes before it.
+    """
     num_windows = (len(tokens) - 1) // sequence_len
     windows = tokens.unfold(0, sequence_len + 1, sequence_len)[:num_windows]  # [windows, sequence_len + 1]
+    total = 0.0
+    loads: list[torch.Tensor] = []  # of each chunk, [layers with experts, experts]
     with torch.inference_mode():
-        total = sum(_loss(model, chunk).item() * len(chunk) for chunk in windows.split(32))
-    return float(total) / num_windows
+        for chunk in windows.split(32):
+            loss, routed = _read(model, chunk)
+            total += loss.item() * len(chunk)
+            if routed:
+                loads.append(torch.stack([count_tokens(one, model.config.num_experts_per_tok) for one in routed]))
+    entropies = tuple(load_entropy(layer) for layer in torch.stack(loads).sum(0)) if loads else None
+    return total / num_windows, entropies
 
 
 def train_on(corpus: Corpus, recipe: Recipe, seed: int, state: Path | None = None) -> tuple[Any, Any, TrainingReport]:
     """(model, tokenizer, report). `state` is as in `train`; it is removed once the training has ended, well or not.
 
-    Raises TrainingError where the model does not beat the bigram model on held-out text.
+    Raises TrainingError where, on held-out text, the model does not beat the bigram model or a layer's experts do not
+    share the tokens at least as evenly as an entropy of 0.8 of the largest.
     """
     started = time.perf_counter()
     # Before transformers is imported and a tokenizer is trained, which take longer than anyone waits in silence.
@@ -264,9 +313,11 @@ def train_on(corpus: Corpus, recipe: Recipe, seed: int, state: Path | None = Non
     if state is not None:
         state.unlink(missing_ok=True)
     held_out = held_out[: (len(held_out) - 1) // recipe.sequence_len * recipe.sequence_len + 1]
+    loss, load_entropies = judge(model, held_out, recipe.sequence_len)
     report = TrainingReport(
-        held_out_loss=held_out_loss(model, held_out, recipe.sequence_len),
+        held_out_loss=loss,
         bigram_loss=bigram_loss(training, held_out, recipe.vocab_size),
+        load_entropies=load_entropies,
         held_out_tokens=len(held_out) - 1,
         training_tokens=recipe.num_steps * recipe.batch_size * recipe.sequence_len,
         seconds=time.perf_counter() - started,
@@ -276,12 +327,29 @@ def train_on(corpus: Corpus, recipe: Recipe, seed: int, state: Path | None = Non
             f"the trained model's held-out loss, {report.held_out_loss:.3f} nats a token, does not beat "
             f"the bigram model's, {report.bigram_loss:.3f}"
         )
+    if load_entropies is not None and min(load_entropies) < _LEAST_LOAD_ENTROPY:
+        raise TrainingError(
+            f"the trained model's experts do not share the tokens evenly enough: the entropy of their load, as a share "
+            f"of the largest, is {', '.join(f'{one:.3f}' for one in load_entropies)} by layer, and "
+            f"{_LEAST_LOAD_ENTROPY} is the least"
+        )
     return model, tokenizer, report
 
 
-def _loss(model: Any, windows: torch.Tensor) -> torch.Tensor:
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits  # [batch, sequence_len, vocab]
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+def _read(model: Any, windows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(next-token loss, the router's logits [tokens, experts] of each layer with experts)."""
+    options = {"output_router_logits": True} if hasattr(model.config, "num_experts_per_tok") else {}
+    output = model(input_ids=windows[:, :-1], use_cache=False, **options)  # its logits: [batch, sequence_len, vocab]
+    loss = F.cross_entropy(output.logits.flatten(0, 1), windows[:, 1:].flatten())
+    return loss, output.router_logits if options else ()
+
+
+def _balance_term(model: Any, routed: Sequence[torch.Tensor]) -> torch.Tensor | float:
+    """What the routers' logits add to the loss; 0 where there is none."""
+    if not routed:
+        return 0.0
+    losses = [balance_loss(one, model.config.num_experts_per_tok) for one in routed]
+    return float(model.config.router_aux_loss_coef) * torch.stack(losses).mean()
 
 
 def _learning_rate_share(step: int, num_steps: int) -> float:

@@ -22,5 +22,8 @@ def run(request: MakeModelRequest) -> int:
             f"(a bigram model: {report.bigram_loss:.3f}), trained on {report.training_tokens:,} tokens "
             f"in {report.seconds:.0f} s"
         )
+        if report.load_entropies is not None:
+            entropies = ", ".join(f"{entropy:.2f}" for entropy in report.load_entropies)
+            made += f"; the entropy of the experts' load is {entropies} of the largest, by layer"
     Console(markup=False, highlight=False, soft_wrap=True).print(f"{request.directory}: {made}")
     return 0

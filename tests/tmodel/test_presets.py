@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import pytest
 import tmodel
 import tmodel.formats
 import tmodel.quantizers
+from tests.tmodel.moe_against_dense import DENSE, EXPERTS, count_parameters
 from tmodel import PRESETS, RANDOM_PRESETS, ConfigError, Recipe, find_model, presets
 from tmodel.model_names import preset_model
 from tmodel.presets import cache_folder, preset_path
@@ -41,6 +43,15 @@ def test_a_trained_preset_is_made_in_the_cache_from_its_recipe(tmp_path: Path, m
     assert plan.directory() == plan.directory() == preset_path("tiny")
     assert plan.directory().parent == tmp_path / "tkernels"
     assert made == [(PRESETS["tiny"], 0)]
+
+
+def test_tiny_moe_reads_a_token_with_as_many_weights_as_tiny_and_its_routers() -> None:
+    assert replace(EXPERTS, config=DENSE.config) == DENSE
+    (held, active, none), (held_by_experts, active_in_experts, in_routers) = map(count_parameters, (DENSE, EXPERTS))
+    assert (held, active, none) == (525_056, 525_056, 0)
+    assert in_routers == 2 * 8 * 128
+    assert active_in_experts == active + in_routers
+    assert held_by_experts == active_in_experts + 2 * 6 * 3 * 192 * 128  # by layer six idle experts of three matrices
 
 
 def test_a_name_that_is_no_model_says_what_was_meant() -> None:

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from io import StringIO
@@ -21,8 +22,9 @@ from safetensors.torch import load_file
 
 from tmodel import PRESETS, Recipe, TrainingError, load_config, make_model, presets, train
 from tmodel.corpus import CorpusError, standard_library_corpus
+from tmodel.expert_load import balance_loss
 from tmodel.presets import make_from_recipe, preset_path
-from tmodel.train import CHAT_TEMPLATE, as_loaded, bigram_loss, encode, new_model, train_tokenizer
+from tmodel.train import CHAT_TEMPLATE, StackedMuon, as_loaded, bigram_loss, encode, new_model, train_tokenizer
 from tmodel.training_state import load_state, save_state
 
 SMALL = Recipe(
@@ -45,6 +47,18 @@ SMALL = Recipe(
     num_steps=150,
     matrix_learning_rate=0.04,
     vector_learning_rate=0.01,
+)
+SMALL_MOE = replace(
+    SMALL,
+    config={
+        **SMALL.config,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 64,
+        "router_aux_loss_coef": 0.03,
+    },
 )
 
 
@@ -83,32 +97,33 @@ def test_a_trained_model_is_complete_reproducible_and_better_than_a_bigram(
     assert model(torch.tensor([ids])).logits.shape == (1, len(ids), config.vocab_size)
 
 
+@pytest.mark.parametrize("recipe", [SMALL, SMALL_MOE], ids=["dense", "experts"])
 def test_an_interrupted_training_goes_on_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train, "_SECONDS_BETWEEN_STATES", 0.0)
     monkeypatch.setattr(train, "_SECONDS_BETWEEN_LINES", 0.0)
-    make_from_recipe(SMALL, tmp_path / "whole", seed=3)
+    make_from_recipe(recipe, tmp_path / "whole", seed=3)
     said = capfd.readouterr().err
     assert said.startswith("training on Python's own sources, once: a tokenizer, then 150 steps on 1 threads")
     assert "training: step 150 of 150, loss" in said
 
     steps = 0
-    loss = train._loss
+    read = train._read
 
-    def interrupted_loss(*arguments: Any) -> torch.Tensor:
+    def interrupted_read(*arguments: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps == 101:
             raise KeyboardInterrupt
-        return loss(*arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(train, "_loss", interrupted_loss)
+    monkeypatch.setattr(train, "_read", interrupted_read)
     with pytest.raises(KeyboardInterrupt):
-        make_from_recipe(SMALL, tmp_path / "cut", seed=3)
+        make_from_recipe(recipe, tmp_path / "cut", seed=3)
     assert "goes on from step 100 when it is asked for again" in capfd.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == [".cut.training", "whole"]
-    make_from_recipe(SMALL, tmp_path / "cut", seed=3)
+    make_from_recipe(recipe, tmp_path / "cut", seed=3)
     assert "training: step 101 of 150" in (said := capfd.readouterr().err)
     assert "training: step 100 of 150" not in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "whole"]
@@ -152,6 +167,66 @@ def test_a_model_that_learned_nothing_is_refused_and_leaves_nothing(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_experts_learn_to_share_the_tokens_or_the_model_is_refused(tmp_path: Path) -> None:
+    report = make_from_recipe(SMALL_MOE, tmp_path / "even", seed=0)
+    assert report.load_entropies is not None
+    (entropy,) = report.load_entropies  # of its one layer
+    assert 0.8 <= entropy < 1
+    assert json.loads((tmp_path / "even" / "training.json").read_text())["load_entropies"] == [entropy]
+    saved = load_file(tmp_path / "even" / "model.safetensors")
+    experts = {name: value.shape for name, value in saved.items() if ".mlp." in name}
+    prefix = "model.layers.0.mlp"
+    assert experts.pop(f"{prefix}.gate.weight") == (4, 64)
+    up_and_down = {"gate_proj": (64, 64), "up_proj": (64, 64), "down_proj": (64, 64)}
+    assert experts == {f"{prefix}.experts.{e}.{p}.weight": s for e in range(4) for p, s in up_and_down.items()}
+
+    uneven = {**SMALL_MOE.config, "router_aux_loss_coef": -1.0}  # what it rewards is to leave experts out
+    with pytest.raises(TrainingError, match=r"entropy of their load, .*, is 0\.\d+ by layer, and 0\.8 is the least"):
+        make_from_recipe(replace(SMALL_MOE, config=uneven), tmp_path / "uneven", seed=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["even"]
+
+
+def test_the_balance_term_moves_the_router_alone_and_the_loss_of_a_dense_model_has_none() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        dense, routed = (new_model(recipe, 0) for recipe in (SMALL, SMALL_MOE))
+    windows = torch.arange(2 * 65).view(2, 65)
+    assert train._balance_term(dense, train._read(dense, windows)[1]) == 0.0
+    loss, logits = train._read(routed, windows)
+    assert [one.shape for one in logits] == [(2 * 64, 4)]
+    assert loss.item() == pytest.approx(routed(input_ids=windows, labels=windows).loss.item(), rel=1e-6)
+    term = train._balance_term(routed, logits)
+    assert isinstance(term, torch.Tensor)
+    assert term.item() == pytest.approx(0.03 * balance_loss(logits[0], 2).item())
+    term.backward()
+    moved = {name for name, parameter in routed.named_parameters() if parameter.grad is not None}
+    assert "model.layers.0.mlp.gate.weight" in moved
+    assert not {name for name in moved if ".experts." in name or "lm_head" in name}
+
+
+def test_a_stack_is_updated_as_its_matrices_are_one_by_one() -> None:
+    def matrices(mixed: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [matrix for one in mixed for matrix in (one.unbind() if one.ndim == 3 else [one])]
+
+    generator = torch.Generator().manual_seed(0)
+    start, *gradients = (
+        [torch.randn(size, generator=generator) for size in ((3, 6, 4), (5, 4), (2, 4, 6))] for _ in range(4)
+    )
+    stacked = [torch.nn.Parameter(one.clone()) for one in start]
+    alone = [torch.nn.Parameter(one.clone()) for one in matrices(start)]
+    ours, theirs = StackedMuon(stacked, 0.1), torch.optim.Muon(alone, lr=0.1, momentum=0.95, weight_decay=0.0)
+    for rate, gradient in zip((0.1, 0.2, 0.05), gradients, strict=True):
+        for parameters, of_step in ((stacked, gradient), (alone, matrices(gradient))):
+            torch.autograd.backward(parameters, of_step)
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in stacked)
+        assert all(map(torch.equal, matrices(stacked), alone))
+    assert not any(map(torch.equal, start, stacked))
+
+
 def test_a_directory_in_use_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not an empty directory"):
@@ -192,8 +267,13 @@ def test_a_step_reads_whole_windows_and_a_token_that_never_comes_keeps_its_row(
 ) -> None:
     """Nothing decays: a row changes by its gradients alone."""
     read: list[torch.Tensor] = []
-    loss = train._loss
-    monkeypatch.setattr(train, "_loss", lambda model, windows: read.append(windows) or loss(model, windows))
+    as_it_was = train._read
+
+    def recorded(model: Any, windows: torch.Tensor) -> Any:
+        read.append(windows)
+        return as_it_was(model, windows)
+
+    monkeypatch.setattr(train, "_read", recorded)
     recipe = replace(SMALL, config={**SMALL.config, "tie_word_embeddings": False}, num_steps=2, batch_size=2)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
