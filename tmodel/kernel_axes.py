@@ -15,6 +15,7 @@ from tkernels.inputs import dtype_name
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
 from tmodel.formats.base import Scheme
+from tmodel.json_files import ConfigError
 from tmodel.quantization import LinearShape, Quantization, coding_axes, fuses_gelu, fuses_swiglu
 
 Range = Value | tuple[int, int]
@@ -186,7 +187,7 @@ def experts_axes(
         sizes = {"E": down.num_experts, "H": gate_up.inputs, "I": down.inputs}
         axes: AxisRanges = {
             "T": tokens, "K": top_k, **sizes, "gate_up_bias": False, "down_bias": False, "limit": 0,
-            **_experts_coding("gate_up", gate_up, quantization), **_experts_coding("down", down, quantization),
+            **_experts_coding(gate_up, down, quantization),
         }  # fmt: skip
         if axes not in ways:
             ways.append(axes)
@@ -198,12 +199,21 @@ def experts_axes(
     return {"route": route, "moe_mlp": ways[0] if len(ways) == 1 else tuple(ways)}
 
 
-def _experts_coding(name: str, shape: LinearShape, quantization: Quantization | None) -> AxisRanges:
-    """How experts' weights, `moe_mlp`'s argument `name`, are stored."""
-    scheme = None if quantization is None else quantization.scheme(shape.names[0])
-    dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
-    axes = coding_axes(scheme, shape.inputs) if isinstance(scheme, Scheme) else dense
-    return {f"{name}_{axis}": value for axis, value in axes.items()}
+def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quantization | None) -> AxisRanges:
+    """How experts' weights are stored; ConfigError where it is in codes of other bits for some than for others."""
+    found: dict[str, Value] = {}
+    for name, shape in {"gate_up": gate_up, "down": down}.items():
+        scheme = None if quantization is None else quantization.scheme(shape.names[0])
+        dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
+        axes = dict(coding_axes(scheme, shape.inputs) if isinstance(scheme, Scheme) else dense)
+        bits = axes.pop("bits")
+        if found.setdefault("bits", bits) != bits:
+            raise ConfigError(
+                f"experts are all stored alike, but {gate_up.names[0]} is stored in {found['bits']} bits and "
+                f"{shape.names[0]} in {bits} (0: dense)"
+            )
+        found |= {f"{name}_{axis}": value for axis, value in axes.items()}
+    return found
 
 
 def _gelu_axes(fused: Sequence[LinearShape], split: Sequence[LinearShape], tokens: tuple[int, int]) -> Axes:

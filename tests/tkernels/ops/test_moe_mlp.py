@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.tkernels.ops.test_quantized_weight import drawn
-from tkernels import OPS, UnsupportedError
+from tkernels import OPS, ContractError
 from tkernels.device import TARGETS
 from tkernels.ops.moe_mlp.contract import CONTRACT
 from tkernels.quantized.stacked import interleaved_experts, stack
@@ -98,12 +98,11 @@ def test_auto_follows_the_number_of_tokens(tokens: int, bits: int, expected: str
     assert auto.chosen(axes, auto.default[""], TARGETS["sm_90"]).name == expected
 
 
-def test_weights_of_two_kinds_are_for_composed() -> None:
+def test_weights_of_two_kinds_are_refused() -> None:
     arguments = inputs(3, 2, 3, hidden=64, width=8)
-    arguments["gate_up"] = interleaved_experts(stack([drawn(seed) for seed in range(3)]))
-    with pytest.raises(UnsupportedError):
+    arguments["gate_up"] = interleaved_experts(stack([drawn(seed) for seed in range(3)], 3))
+    with pytest.raises(ContractError, match="argument 'down' gives bits = 0, but bits = 4 from the arguments before"):
         OP.variants["auto"](**arguments)
-    assert OP.variants["composed"](**arguments).shape == (3, 64)
 
 
 def test_bytes_are_those_of_the_distinct_experts() -> None:

@@ -19,7 +19,7 @@ KINDS: list[dict[str, int | str | bool]] = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_expert_is_its_own_weight(kind: dict[str, int | str | bool]) -> None:
     weights = [drawn(seed, **kind) for seed in range(3)]
-    stacked = stack(weights)
+    stacked = stack(weights, len(weights))
     assert stacked.shape == (3, *weights[0].shape)
     assert stacked.nbytes == sum(weight.nbytes for weight in weights)
     dense = dequantize_experts(stacked)
@@ -35,8 +35,16 @@ def test_each_expert_is_its_own_weight(kind: dict[str, int | str | bool]) -> Non
 
 def test_zero_points_that_one_expert_has_are_kept_for_all() -> None:
     weights = [drawn(0, symmetric=True), drawn(1)]
-    stacked = stack(weights)
+    stacked = stack(weights, len(weights))
     assert stacked.zeros is not None
+    assert torch.equal(dequantize_experts(stacked), torch.stack([dequantize(weight) for weight in weights]))
+
+
+def test_codes_in_another_order_than_inputs_stand_beside_others() -> None:
+    weights = [drawn(0), drawn(1, permuted=True)]
+    stacked = stack(iter(weights), 2)
+    assert stacked.permutation is not None
+    assert stacked.permutation[0].tolist() == list(range(64))
     assert torch.equal(dequantize_experts(stacked), torch.stack([dequantize(weight) for weight in weights]))
 
 
@@ -47,18 +55,17 @@ def test_zero_points_that_one_expert_has_are_kept_for_all() -> None:
         (drawn(1, group_size=16), "expert 1 .* its group_size is 16, not 32"),
         (drawn(1, N=8), r"expert 1 .* its shape is \(8, 64\), not \(16, 64\)"),
         (drawn(1, weight="float16", activation="float16"), "expert 1 .* its dtype is torch.float16"),
-        (drawn(1, permuted=True), "expert 1 .* only one of them is permuted"),
         (interleaved(drawn(1)), "expert 1 .* its order is interleaved, not sequential"),
         (drawn(1, sparse=True), "expert 1 .* a table or outliers"),
     ],
 )
 def test_experts_that_are_quantized_unlike_are_refused(other: QuantizedWeight, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        stack([drawn(0), other])
+        stack([drawn(0), other], 2)
 
 
 def test_parts_of_unlike_numbers_of_experts_are_refused() -> None:
-    stacked = stack([drawn(0), drawn(1)])
+    stacked = stack([drawn(0), drawn(1)], 2)
     with pytest.raises(ValueError, match=r"scales has shape \[1, 2, 16\]; one part for each of 2 experts is needed"):
         replace(stacked, scales=stacked.scales[:1])
     with pytest.raises(ValueError, match="group_size"):

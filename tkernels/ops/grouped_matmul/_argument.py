@@ -15,63 +15,70 @@ DENSE_BITS = 0
 """In place of a code's bits: the weights are numbers of the activations' dtype."""
 
 
-def coding_of(weight: torch.Tensor | StackedWeight) -> dict[str, Value]:
-    """The axes that say how a weight is stored: what a call binds, and what `select` is told of a model's."""
-    if isinstance(weight, StackedWeight):
-        return {
-            "bits": weight.bits,
-            "group_size": weight.group_size,
-            "padding": weight.places - weight.inputs,
-            "symmetric": weight.symmetric,
-            "permuted": weight.permutation is not None,
-            "order": weight.order,
-        }
-    return {"bits": DENSE_BITS, "group_size": 0, "padding": 0, "symmetric": True, "permuted": False,
-            "order": "interleaved"}  # fmt: skip
+def coding_of(weight: torch.Tensor | StackedWeight, prefix: str = "") -> dict[str, Value]:
+    """The axes that say how a weight is stored: what a call binds, and what `select` is told of a model's.
+
+    prefix: See ExpertWeights.
+    """
+    own: dict[str, Value] = {"group_size": 0, "padding": 0, "symmetric": True, "permuted": False}
+    if not isinstance(weight, StackedWeight):
+        return {"bits": DENSE_BITS, "order": "interleaved", **{f"{prefix}{name}": value for name, value in own.items()}}
+    own = {
+        "group_size": weight.group_size,
+        "padding": weight.places - weight.inputs,
+        "symmetric": weight.symmetric,
+        "permuted": weight.permutation is not None,
+    }
+    return {"bits": weight.bits, "order": weight.order, **{f"{prefix}{name}": value for name, value in own.items()}}
 
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 
 
+BITS = Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
+ORDER = Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it")
+"""Axes that all weights of a call share. Values that are listed again are likelier draws."""
+
+
 def coding_axes(inputs: Axis, prefix: str = "") -> tuple[Axis, ...]:
-    """The axes of `coding_of`, beside that of a weight's inputs. Values that are listed again are likelier draws."""
+    """The axes of `coding_of` but BITS and ORDER, beside that of a weight's inputs."""
     return (
-        Choice(f"{prefix}bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights"),
         Choice(f"{prefix}permuted", (True, False, False), "whether codes lie in another order than inputs"),
         inputs,
         Int(f"{prefix}padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
         Int(f"{prefix}group_size", 0, 2**24, (0, 16, 32, 128, 8, 64, 72, 136), "places that share a scale; 0 if dense"),
         Choice(f"{prefix}symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
-        Choice(f"{prefix}order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it"),
     )
 
 
 def coding_rules(inputs: str, prefix: str = "") -> tuple[Constraint, ...]:
     """How the axes of `coding_axes` go together."""
-    bits, permuted, padding, group_size, symmetric, order = (
-        f"{prefix}{name}" for name in ("bits", "permuted", "padding", "group_size", "symmetric", "order")
+    permuted, padding, group_size, symmetric = (
+        f"{prefix}{name}" for name in ("permuted", "padding", "group_size", "symmetric")
     )
-    row = f"(32 if {bits} == 3 else 32 // ({bits} or 32))"  # the places that whole words stand for; 1 of dense weights
+    row = "(32 if bits == 3 else 32 // (bits or 32))"  # the places that whole words stand for; 1 of dense weights
     return tuple(
         Constraint(text)
         for text in (
-            f"{bits} or not {permuted}",
+            f"bits or not {permuted}",
             f"{permuted} or {inputs} % {row} == 0",
             f"{permuted} or {padding} == 0",
             f"({inputs} + {padding}) % {row} == 0",
-            f"({group_size} > 0) == ({bits} > 0)",
+            f"({group_size} > 0) == (bits > 0)",
             f"{group_size} % {row} == 0",
             f"{group_size} == 0 or ({inputs} + {padding}) % {group_size} == 0",
-            f"{bits} or {symmetric}",
-            f"{bits} or {order} == 'interleaved'",
+            f"bits or {symmetric}",
+            "bits or order == 'interleaved'",
         )
     )
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The rule for experts' weights of `dims` (three of a contract's): binds these, the axes of `coding_of` (with
-    `prefix` before their names), and `<name>_aligned`: whether all rows of their parts begin on 16 bytes.
+    """The rule for experts' weights of `dims` (three of a contract's): binds these, the axes of `coding_of`, and
+    `<name>_aligned`: whether all rows of their parts begin on 16 bytes.
+
+    prefix: Before the names of those axes in which the weights of a call may differ: all but `bits` and `order`.
     """
 
     dims: str
@@ -113,38 +120,29 @@ class ExpertWeights:
             raise ContractError(
                 f"{op}: argument {name!r} must be a tensor [{self.dims}] or a StackedWeight, got {type(value).__name__}"
             )
-        axes |= {f"{self.prefix}{axis}": bound for axis, bound in coding_of(value).items()}
+        for axis, bound in coding_of(value, self.prefix).items():
+            bind_axis(op, name, axis, bound, axes)
 
 
-def needs_interleaved(axes: Axes, prefix: str = "") -> str | None:
+def needs_interleaved(axes: Axes) -> str | None:
     """Why a variant that reads interleaved words cannot take these weights, or None where it can.
 
-    Weights that are yet to be loaded have no order: `prepare` sees to it. prefix: see ExpertWeights.
+    Weights that are yet to be loaded have no order: `prepare` sees to it.
     """
-    order = axes.get(f"{prefix}order", "interleaved")
+    order = axes.get("order", "interleaved")
     if order == "interleaved":
         return None
     return f"its weights must be interleaved, not {order}: pass what tkernels.prepared(variant, weight) returns"
 
 
-def needs_dense(axes: Axes, prefix: str = "") -> str | None:
+def needs_dense(axes: Axes) -> str | None:
     """Why a variant that multiplies numbers, not codes, cannot take these weights, or None where it can."""
-    bits = axes.get(f"{prefix}bits", DENSE_BITS)
+    bits = axes.get("bits", DENSE_BITS)
     return f"its weights are dense, not codes of {bits} bits" if bits else None
 
 
-def needs_codes(axes: Axes, prefix: str = "") -> str | None:
+def needs_codes(axes: Axes) -> str | None:
     """Why a variant that unpacks codes cannot take these weights, or None where it can."""
-    if not axes.get(f"{prefix}bits", DENSE_BITS):
+    if not axes.get("bits", DENSE_BITS):
         return "its weights are codes, not dense"
-    return needs_interleaved(axes, prefix)
-
-
-MOST_PAIRS = 64
-"""Pairs of a variant that reads an expert's weight once for each of them."""
-
-
-def too_many_pairs(axes: Axes) -> str | None:
-    """Why a variant that takes pairs one by one does not take so many, or None where it does."""
-    pairs = int(axes["T"]) * int(axes["K"])
-    return f"it takes up to {MOST_PAIRS} pairs one by one, not T K = {pairs}" if pairs > MOST_PAIRS else None
+    return needs_interleaved(axes)

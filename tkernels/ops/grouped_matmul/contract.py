@@ -11,7 +11,7 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
-from tkernels.ops.grouped_matmul._argument import DENSE_BITS, ExpertWeights, coding_axes, coding_rules
+from tkernels.ops.grouped_matmul._argument import BITS, DENSE_BITS, ORDER, ExpertWeights, coding_axes, coding_rules
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
@@ -123,11 +123,11 @@ def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
 def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
     experts, outputs, inputs = shape
-    names = ("bits", "padding", "group_size", "symmetric", "permuted")
-    kind = {name: axes[f"{prefix}{name}"] for name in names} | {"coding": "uniform", "sparse": False}
-    point = {"N": outputs, "K": inputs, "weight": axes["weight"], **kind}
+    own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
+    plain = {"bits": axes["bits"], "weight": axes["weight"], "coding": "uniform", "sparse": False}
+    point = {"N": outputs, "K": inputs, **plain, **own}
     weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
-    if axes[f"{prefix}order"] == "interleaved":
+    if axes["order"] == "interleaved":
         weight = interleaved_experts(weight)
     # Another padding for each part: one's stride taken for another's, which is as wide, must show.
     paddings = count(8, 8)
@@ -247,7 +247,7 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
 
 
 _TOKENS, _CHOICES = (0, 1, 2, 3, 9, 20), (1, 2, 4)
-_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 6) for each in (1, *_CHOICES)}))
+_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 6, 513) for each in (1, *_CHOICES)}))
 
 CONTRACT = Contract(
     name="grouped_matmul",
@@ -260,7 +260,9 @@ CONTRACT = Contract(
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         Int("X", 0, 2**31 - 1, _ROWS, "rows of x: one for each token, or one for each pair", batch=True),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
+        BITS,
         *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
+        ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
         Int("tile", 16, 128, (16, 32, 64), "pairs of a tile"),

@@ -13,7 +13,7 @@ import triton.language as tl
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._pairs import takes_pairs
-from tkernels.ops.grouped_matmul._argument import needs_codes, too_many_pairs
+from tkernels.ops.grouped_matmul._argument import needs_codes
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
 from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_row, products_of, products_workspace
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
@@ -25,7 +25,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs_of_row"])
 def grouped_matmul_dequant_gemv(
     out_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, experts_ptr, stride_out_m,
     stride_x_m, stride_packed_e, stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w,
@@ -98,7 +98,7 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_codes(axes) or too_many_pairs(axes)
+    return needs_codes(axes)
 
 
 VARIANT = Variant(

@@ -41,7 +41,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs_of_row"])
 def grouped_matmul_dequant_padded_tiles(
     out_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, order_ptr, starts_ptr,
     tile_expert_ptr, tile_start_ptr, stride_out_m, stride_x_m, stride_packed_e, stride_packed_w, stride_high_e,

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.grouped_matmul._argument import needs_dense, too_many_pairs
+from tkernels.ops.grouped_matmul._argument import needs_dense
 from tkernels.ops.grouped_matmul._tiles import pairs_of_row
 
 CONFIGS = tuple(
@@ -55,7 +55,7 @@ def row_times_expert(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs_of_row"])
 def grouped_matmul_gemv_per_pair(
     out_ptr,
     x_ptr,
@@ -147,7 +147,7 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_dense(axes) or too_many_pairs(axes)
+    return needs_dense(axes)
 
 
 VARIANT = Variant(

@@ -43,7 +43,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs_of_row"])
 def grouped_matmul_padded_tiles(
     out_ptr,
     x_ptr,

@@ -43,7 +43,7 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit(do_not_specialize=["tiles_m"])
+@triton.jit(do_not_specialize=["tiles_m", "pairs_of_row"])
 def grouped_matmul_tensor_descriptor(
     out_ptr,
     x_ptr,

@@ -25,12 +25,12 @@ def fused_buffers(axes: Axes, tile: int | None, device: DeviceFacts, combine: bo
 
 def supports_dense(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a variant for dense weights does not take these, or None where it does."""
-    return needs_dense(axes, "gate_up_") or needs_dense(axes, "down_")
+    return needs_dense(axes)
 
 
 def supports_codes(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a variant for codes does not take these, or None where it does."""
-    return needs_codes(axes, "gate_up_") or needs_codes(axes, "down_")
+    return needs_codes(axes)
 
 
 @triton.jit

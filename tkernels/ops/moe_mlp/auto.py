@@ -48,7 +48,7 @@ VARIANT = Variant(
     workspace=ALGORITHMS.workspace,
     chosen=ALGORITHMS.chosen,
     prepare=interleaved_experts,
-    key=("T", "K", "E", "H", "I", "gate_up_bits", "down_bits"),
+    key=("T", "K", "E", "H", "I", "bits"),
     deterministic=True,
     batch_invariant=False,  # another number of tokens may be another algorithm
 )

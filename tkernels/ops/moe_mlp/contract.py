@@ -10,7 +10,7 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.experts import ROUTINGS, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul import contract as grouped_matmul
-from tkernels.ops.grouped_matmul._argument import DENSE_BITS, ExpertWeights, coding_axes, coding_rules
+from tkernels.ops.grouped_matmul._argument import BITS, DENSE_BITS, ORDER, ExpertWeights, coding_axes, coding_rules
 from tkernels.ops.grouped_matmul.contract import MODELS, TOKEN_CLASSES, Weight, draw_experts_weight
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.ops.swiglu import contract as swiglu
@@ -95,7 +95,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     if axes["values"] == "huge":  # a huge up beside a huge gate would overflow fp16 in any implementation
         dense.view(experts, 2, width, hidden)[:, 1] /= 128
     for name, shape in {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}.items():
-        if axes[f"{name}_bits"] == DENSE_BITS:
+        if axes["bits"] == DENSE_BITS:
             values = dense if name == "gate_up" else draws.product_operands(0, experts * hidden, width)[1]
             made[name] = draws.laid_out(values.view(shape).to(dtype), axes["weight_layout"])
         else:
@@ -132,8 +132,9 @@ def flops(case: Case) -> int:
 def _benchmark(tokens: int, sizes: tuple[int, int, int, int], bits: int) -> dict[str, Value]:
     experts, top_k, hidden, width = sizes
     point: dict[str, Value] = {"T": tokens, "K": top_k, "E": experts, "H": hidden, "I": width}
+    point["bits"] = bits
     for prefix in ("gate_up_", "down_"):
-        coding = {"bits": bits, "group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+        coding = {"group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
         point |= {f"{prefix}{name}": value for name, value in coding.items()}
     dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
     plain: dict[str, Value] = {"gate_up_bias": False, "down_bias": False, "limit": 0}
@@ -166,8 +167,10 @@ CONTRACT = Contract(
         Int("T", 0, 2**28, (0, 1, 2, 3, 9, 20), "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
         Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
+        BITS,
         *coding_axes(Int("H", 1, 2**24, (8, 64, 37, 72), "hidden size", wide=(136,)), "gate_up_"),
         *coding_axes(Int("I", 1, 2**23, (8, 32, 37, 40), "intermediate size of an expert", wide=(72,)), "down_"),
+        ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
         Choice("gate_up_bias", (False, True)),
@@ -202,7 +205,7 @@ CONTRACT = Contract(
     flops=flops,
     default="auto",
     benchmarks=_benchmarks(),
-    loaded={"gate_up_order": ORDERS[0], "down_order": ORDERS[0]},
+    loaded={"order": ORDERS[0]},
     batching=row_batching("x", "experts", "weights"),
     work="gemm",
 )

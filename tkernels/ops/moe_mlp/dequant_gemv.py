@@ -13,7 +13,6 @@ from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._pairs import takes_pairs
-from tkernels.ops.grouped_matmul._argument import too_many_pairs
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
 from tkernels.ops.grouped_matmul._tiles import combine_products
 from tkernels.ops.grouped_matmul.dequant_gemv import launch_pairs
@@ -91,16 +90,12 @@ def launch(
 
 def _takes_pairs(run: Run, prefix: str) -> bool:
     """Whether one of the weights goes through the matrix units: see there."""
-    own = {name: run.axes[f"{prefix}{name}"] for name in ("bits", "group_size", "aligned")}
-    return takes_pairs({**own, "weight": run.axes["weight"], "weight_aligned": own["aligned"]}, run.device)
+    own = {"group_size": run.axes[f"{prefix}group_size"], "weight_aligned": run.axes[f"{prefix}aligned"]}
+    return takes_pairs({**run.axes, **own}, run.device)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
     return fused_buffers(axes, None, device)
-
-
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return supports_codes(axes, device) or too_many_pairs(axes)
 
 
 VARIANT = Variant(
@@ -109,14 +104,14 @@ VARIANT = Variant(
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    supports=supports,
+    supports=supports_codes,
     prepare=interleaved_experts,
     # By reasoning, not measured, as grouped_matmul's dequant_gemv.
     default={
         "": Config(BLOCK_N=32, BLOCK_W=8, num_warps=1, num_stages=3),
         "interpreter": Config(BLOCK_N=16, BLOCK_W=4, num_warps=1),
     },
-    key=("H", "I", "gate_up_bits", "down_bits", "gate_up_group_size", "down_group_size"),
+    key=("H", "I", "bits", "gate_up_group_size", "down_group_size"),
     deterministic=True,
     batch_invariant=True,
 )

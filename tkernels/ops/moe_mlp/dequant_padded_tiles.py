@@ -124,7 +124,7 @@ VARIANT = Variant(
         "gfx942": Config(BLOCK_PAIRS=16, BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_PAIRS=16, BLOCK_N=32, BLOCK_K=32, num_warps=4, num_stages=2),
     },
-    key=("T", "K", "E", "H", "I", "gate_up_bits", "down_bits", "gate_up_group_size", "down_group_size"),
+    key=("T", "K", "E", "H", "I", "bits", "gate_up_group_size", "down_group_size"),
     sum_order=lambda config: (config["BLOCK_K"], config["BLOCK_PAIRS"] >= 64),
     deterministic=True,
     batch_invariant=True,

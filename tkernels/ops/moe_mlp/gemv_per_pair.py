@@ -12,7 +12,6 @@ import triton.language as tl
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
-from tkernels.ops.grouped_matmul._argument import too_many_pairs
 from tkernels.ops.grouped_matmul.gemv_per_pair import launch_pairs
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_dense
 
@@ -109,17 +108,13 @@ def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, B
     return fused_buffers(axes, None, device, combine=False)
 
 
-def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return supports_dense(axes, device) or too_many_pairs(axes)
-
-
 VARIANT = Variant(
     wins="a few tokens: experts' weights are read once and nothing else costs",
     region={"T": (0, 8)},
     launch=launch,
     configs=CONFIGS,
     workspace=workspace,
-    supports=supports,
+    supports=supports_dense,
     # By reasoning, not measured, as matmul's gemv: one warp over 256 inputs, each lane 16 bytes of every row, of four
     # rows of the gate and four of the up projection. gfx942's warps have 64 lanes.
     default={
