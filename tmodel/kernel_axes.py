@@ -7,6 +7,7 @@ the widest ops: what a composed fusion is made of follows from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -201,7 +202,7 @@ def experts_axes(
 
 def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quantization | None) -> AxisRanges:
     """How experts' weights are stored; ConfigError where it is in codes of other bits for some than for others."""
-    found: dict[str, Value] = {}
+    found: dict[str, Any] = {}
     for name, shape in {"gate_up": gate_up, "down": down}.items():
         scheme = None if quantization is None else quantization.scheme(shape.names[0])
         dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}

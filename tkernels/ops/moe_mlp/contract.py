@@ -97,9 +97,9 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     for name, shape in {"gate_up": (experts, 2 * width, hidden), "down": (experts, hidden, width)}.items():
         if axes["bits"] == DENSE_BITS:
             values = dense if name == "gate_up" else draws.product_operands(0, experts * hidden, width)[1]
-            made[name] = draws.laid_out(values.view(shape).to(dtype), axes["weight_layout"])
+            made[name] = draws.laid_out(values.view(shape).to(dtype), axes["layout"])
         else:
-            made[name] = draw_experts_weight(axes, draws, shape, f"{name}_")
+            made[name] = draw_experts_weight({**axes, "weight_layout": axes["layout"]}, draws, shape, f"{name}_")
     chosen = draw_experts(draws, tokens, top_k, experts, str(axes["routing"]), dropped=bool(axes["dropped"]))
     weights = draws.normal((tokens, top_k), torch.float32).abs()
     arguments: dict[str, Any] = {
@@ -178,8 +178,7 @@ CONTRACT = Contract(
         LIMITS,
         Choice("dropped", (False, True), "whether some pairs have no expert"),
         Choice("routing", ROUTINGS),
-        Choice("layout", LAYOUTS, "of x"),
-        Choice("weight_layout", LAYOUTS, "of the weights"),
+        Choice("layout", LAYOUTS),
         Choice("values", KINDS),
     ),
     constraints=(

@@ -43,7 +43,7 @@ def baseline(gate_up: torch.Tensor, *, limit: float | None = None) -> torch.Tens
 LIMIT = Scalar(float, optional=True, low=2.0**-10, axis=True)
 """The rule for `limit`: 0 would leave nothing of a gate."""
 
-LIMITS = Int("limit", 0, 2**31 - 1, (0, 7, 1), "of gate and up, in the clamped form; 0 is none")
+LIMITS = Int("limit", 0, 2**31 - 1, (0, 7), "of gate and up, in the clamped form; 0 is none")
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
