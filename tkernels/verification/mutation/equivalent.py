@@ -91,6 +91,11 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     _after_a_sum("sample", "sample_candidates", nth=1),
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent("shared", "beside_sinks", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent(
+        "shared", "tanh_of", "mask_shifted", "x < 0.0", "x <= 0.0",
+        "0 is of the other branch, as all that is near it",
+    ),
     Equivalent(
         "sample", "find_reach", "cast_removed", "(-largest + top).to(tl.int64, bitcast=True)", "-largest + top",
         "which tokens are listed decides what is read, and no token",
