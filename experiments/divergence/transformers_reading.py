@@ -91,7 +91,7 @@ class _Tap:
 
     def take_output(self, module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
         """After it ran: output [1, S, N], or what begins with it: a router gives its choice after its scores."""
-        place = self.name, "output"
+        place: Place = (self.name, "output")
         if not isinstance(output, tuple):
             return self._take(place, output)
         return None if (given := self._take(place, output[0])) is None else (given, *output[1:])
