@@ -26,7 +26,9 @@ def load_both(directory: Path, device: torch.device, dtype: torch.dtype) -> tupl
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ExperimentError([f"transformers cannot load {directory}: {type(error).__name__}: {reason}"]) from error
-    return model, copy.deepcopy(model).double()
+    exact = copy.deepcopy(model).double()
+    exact.set_experts_implementation("eager")  # the faster ones have no float64
+    return model, exact
 
 
 @torch.inference_mode()
@@ -87,9 +89,12 @@ class _Tap:
         """Before the layer runs: inputs [1, S, K]."""
         return None if (given := self._take((self.name, "input"), inputs[0])) is None else (given, *inputs[1:])
 
-    def take_output(self, module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        """After it ran: output [1, S, N]."""
-        return self._take((self.name, "output"), output)
+    def take_output(self, module: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+        """After it ran: output [1, S, N], or what begins with it: a router gives its choice after its scores."""
+        place: Place = (self.name, "output")
+        if not isinstance(output, tuple):
+            return self._take(place, output)
+        return None if (given := self._take(place, output[0])) is None else (given, *output[1:])
 
     def _take(self, place: Place, value: torch.Tensor) -> torch.Tensor | None:
         self._kept.setdefault(place, []).append(value.reshape(-1, value.shape[-1]).clone())
