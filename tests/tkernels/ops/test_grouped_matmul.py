@@ -131,8 +131,8 @@ def test_bytes_are_those_of_the_distinct_experts() -> None:
 
 FAULTS = {
     "padding_rows_are_written": ("mask = places < tl.load(starts_ptr + expert + 1)", "mask = places >= 0"),
-    "the_neighbours_combine_weight": ("stride_combine_t + choice)", "stride_combine_t + top_k - 1 - choice)"),
-    "nobodys_pairs_count": ("stride_experts_t + choice) >= 0", "stride_experts_t + choice) >= -1"),
+    "the_neighbours_combine_weight": ("stride_combine_t + choice,", "stride_combine_t + top_k - 1 - choice,"),
+    "nobodys_pairs_count": ("mask=mask_t, other=-1) >= 0", "mask=mask_t, other=-1) >= -1"),
     "the_next_experts_bias": ("expert.to(tl.int64) * stride_bias_e", "(expert // 2).to(tl.int64) * stride_bias_e"),
     "the_order_of_places": ("other=0), mask", "other=0) // 2 * 2, mask"),
     "rows_in_their_sorted_order": (

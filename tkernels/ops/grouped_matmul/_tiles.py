@@ -13,7 +13,7 @@ from tkernels.ops.arguments import pointers
 from tkernels.workspace import Buffer
 
 COMBINED_AT_A_TIME = 1024
-"""Outputs of a token for one program that adds its choices up: 8 of each choice a thread, two loads of 16 bytes."""
+"""Results of one program that adds choices up: 8 of each choice a thread, two loads of 16 bytes."""
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def store_pairs(out_ptr, stride_out_m, sums, pairs, mask_m, offs_n, mask_n):
     tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def grouped_matmul_combine(
     out_ptr,
     products_ptr,
@@ -79,21 +79,25 @@ def grouped_matmul_combine(
     stride_products_p,
     stride_experts_t,
     stride_combine_t,
+    tokens,
     outputs,
     top_k,
+    BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """out [T, N] = the sum of a token's products [T K, N], each times its weight, in the order of its choices."""
-    token = tl.program_id(0).to(tl.int64)
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # T K * stride can pass 2**31
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = offs_n < outputs
-    sums = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    mask_t, mask_n = offs_t < tokens, (offs_n < outputs)[None, :]
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     for choice in range(top_k):
-        if tl.load(experts_ptr + token * stride_experts_t + choice) >= 0:
-            weight = tl.load(combine_ptr + token * stride_combine_t + choice)
-            row_ptr = products_ptr + (token * top_k + choice) * stride_products_p
-            sums += tl.load(row_ptr + offs_n, mask=mask, other=0.0) * weight
-    tl.store(out_ptr + token * stride_out_t + offs_n, sums.to(out_ptr.dtype.element_ty), mask=mask)
+        counts = tl.load(experts_ptr + offs_t * stride_experts_t + choice, mask=mask_t, other=-1) >= 0
+        weight = tl.load(combine_ptr + offs_t * stride_combine_t + choice, mask=counts, other=0.0)
+        row_ptrs = products_ptr + (offs_t * top_k + choice)[:, None] * stride_products_p
+        products = tl.load(row_ptrs + offs_n[None, :], mask=counts[:, None] & mask_n, other=0.0)
+        sums += products * weight[:, None]
+    out_ptrs = out_ptr + offs_t[:, None] * stride_out_t + offs_n[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_n)
 
 
 def products_buffers(pairs: int, outputs: int, combine: bool) -> dict[str, Buffer]:
@@ -113,14 +117,18 @@ def products_of(run: Run, out: torch.Tensor, combine: torch.Tensor | None) -> to
 def combine_products(run: Run, out: torch.Tensor, experts: torch.Tensor, combine: torch.Tensor | None) -> None:
     """Adds each token's products up, where that is asked for."""
     if combine is not None:
-        block = min(COMBINED_AT_A_TIME, triton.next_power_of_2(out.shape[1]))
+        tokens, outputs = out.shape
+        block_n = min(COMBINED_AT_A_TIME, triton.next_power_of_2(outputs))
+        block_t = COMBINED_AT_A_TIME // block_n
         run.launch(
             grouped_matmul_combine,
-            (out.shape[0], triton.cdiv(out.shape[1], block)),
+            (triton.cdiv(tokens, block_t), triton.cdiv(outputs, block_n)),
             **pointers("out[t] products[p] experts[t] combine[t]", out, run.workspace["products"], experts, combine),
-            outputs=out.shape[1],
+            tokens=tokens,
+            outputs=outputs,
             top_k=experts.shape[1],
-            BLOCK_N=block,
+            BLOCK_T=block_t,
+            BLOCK_N=block_n,
         )
 
 

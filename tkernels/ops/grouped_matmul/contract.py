@@ -298,7 +298,7 @@ CONTRACT = Contract(
     make_inputs=make_inputs,
     bytes_moved=bytes_moved,
     flops=flops,
-    default="torch",
+    default="auto",
     benchmarks=_benchmarks(),
     inspected={
         **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},

@@ -33,9 +33,7 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    if supports_dense(axes, device) is None:
-        return None
-    return supports_codes(axes, device)
+    return supports_codes(axes, device) if supports_dense(axes, device) else None
 
 
 VARIANT = Variant(

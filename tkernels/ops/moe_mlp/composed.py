@@ -41,7 +41,16 @@ VARIANT = Variant(
     parts=("sort_by_expert", "grouped_matmul", "swiglu"),
     part_axes={
         "sort_by_expert": {"tile": TILES[-1]},
-        "grouped_matmul": {"tile": TILES[-1]},
+        # The first product; the second is X = T K rows of C = I to N = H, of which variants say the same.
+        "grouped_matmul": {
+            "tile": TILES[-1],
+            "X": "T",
+            "N": "2*I",
+            "C": "H",
+            "bias": "gate_up_bias",
+            "combine": False,
+            **{name: f"gate_up_{name}" for name in ("group_size", "padding", "symmetric", "permuted")},
+        },
         "swiglu": {"T": "T*K"},
     },
     function=composed,
