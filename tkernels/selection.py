@@ -130,7 +130,8 @@ def select(
 def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.device) -> OpAxes:
     """`axes`, and what the parts of the composed fusions among its ops are called at.
 
-    An op that the model calls itself and that is also a part has the range that covers both.
+    An op that the model calls itself and that is also a part has the range that covers both; a part of a fusion that is
+    called in several ways has each of them.
     """
     used: dict[str, AxisRanges | Sequence[AxisRanges]] = dict(axes)
     for fusion, ranges in axes.items():
@@ -140,7 +141,8 @@ def with_parts(axes: OpAxes, choices: Choices, ops: Registry, device: torch.devi
             continue
         for part in variant.parts:
             mine = [variant.axes_of_part(ops[part].contract, way) for way in ways(ranges)]
-            used[part] = functools.reduce(_cover_ranges, [*ways(used.get(part, ())), *mine])
+            every = [*ways(used.get(part, ())), *mine]
+            used[part] = functools.reduce(_cover_ranges, every) if len(mine) == 1 else every
     return used
 
 

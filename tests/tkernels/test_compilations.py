@@ -38,7 +38,6 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "R": (1, 16),
     "G": (1, 2, 16),
     "shared": (0, 16),
-    "X": (1, 2, 16, 17),
 }
 """Axes of a batch -> sizes of it."""
 

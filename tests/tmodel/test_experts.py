@@ -155,8 +155,8 @@ SIZES = {"T": TOKENS, "K": 2, "E": 4, "gate_up_bias": False, "down_bias": False,
 def coded(name: str, bits: int, group_size: int, *, permuted: Any = False) -> dict[str, Any]:
     """What says how a weight is stored; only the tensors tell whether zero-points are kept."""
     symmetric = (False, True) if bits else True
-    axes = {"padding": 0, "bits": bits, "group_size": group_size, "symmetric": symmetric, "permuted": permuted}
-    return {f"{name}_{axis}": value for axis, value in axes.items()}
+    axes = {"padding": 0, "group_size": group_size, "symmetric": symmetric, "permuted": permuted}
+    return {"bits": bits, **{f"{name}_{axis}": value for axis, value in axes.items()}}
 
 
 def test_what_a_mixture_calls() -> None:

@@ -74,7 +74,9 @@ def test_a_layer_writes_and_reads_its_cache_with_its_scales() -> None:
             return q
 
     scales = {"k_scale": torch.tensor([2.0]), "v_scale": torch.tensor([3.0])}
-    shape: Any = SimpleNamespace(num_heads=1, num_kv_heads=1, head_dim=2, head_norm_eps=None, window=0)
+    shape: Any = SimpleNamespace(
+        num_heads=1, num_kv_heads=1, head_dim=2, head_norm_eps=None, joint_norm_eps=None, window=0
+    )
     as_it_is: Any = lambda x: x  # noqa: E731
     cache, step = torch.zeros(1), cast("PagedAttention", Step())
     AttentionLayer(shape, as_it_is, None, None, as_it_is, scales).mix(

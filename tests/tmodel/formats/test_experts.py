@@ -72,16 +72,6 @@ MIXED: dict[str, tuple[Callable[[str], Kind | None], Mapping[str, Any], Mapping[
         {**settings(GPTQ), "dynamic": {r"-:model\.layers\.0\.mlp": {}}},
         QWEN3_MOE,
     ),
-    "all downs dense": (
-        lambda name: None if name.endswith("down_proj") else GPTQ,
-        {**settings(GPTQ), "dynamic": {r"-:.*down_proj": {}}},
-        QWEN3_MOE,
-    ),
-    "downs in 8 bits": (
-        lambda name: Kind("gptq", 8 if name.endswith("down_proj") else 4, 32),
-        {**settings(GPTQ), "dynamic": {r"+:.*down_proj": {"bits": 8}}},
-        QWEN3_MOE,
-    ),
     "attention dense": (
         lambda name: None if "self_attn" in name else GPTQ,
         {**settings(GPTQ), "dynamic": {r"-:.*self_attn": {}}},
@@ -98,6 +88,22 @@ def test_what_differs_between_kinds_of_layers_is_mixed(name: str, tmp_path: Path
     llm = served(quantized)
     assert tokens(llm) == tokens(served(dense))
     assert set(llm.kernels) == set(kernel_axes(load_config(quantized), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("down", "bits"),
+    [(None, 0), (Kind("gptq", 8, 32), 8)],
+)
+def test_downs_that_are_stored_unlike_gates_and_ups_are_refused(down: Kind | None, bits: int, tmp_path: Path) -> None:
+    rule = {r"-:.*down_proj": {}} if down is None else {r"+:.*down_proj": {"bits": bits}}
+    quantized, _ = write_models(
+        tmp_path,
+        lambda name: down if name.endswith("down_proj") else GPTQ,
+        {**settings(GPTQ), "dynamic": rule},
+        **QWEN3_MOE,
+    )
+    with pytest.raises(ConfigError, match=rf"experts.0.gate_proj is stored in 4 bits and .*down_proj in {bits} "):
+        served(quantized)
 
 
 def test_those_of_mixtral_are_w1_w3_and_w2(tmp_path: Path) -> None:

@@ -124,6 +124,25 @@ class ExpertWeights:
             bind_axis(op, name, axis, bound, axes)
 
 
+@dataclass(frozen=True)
+class ExpertsOfRows:
+    """The rule for `experts` [T, K] beside an x of X rows, for each token one or each pair, which binds `per_pair`."""
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        return Tensor("T K", "int32")
+
+    def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
+        self.tensor.bind(op, name, value, axes, device)
+        rows, tokens, top_k = (int(axes[axis]) for axis in ("X", "T", "K"))
+        if rows not in (tokens, tokens * top_k):
+            raise ContractError(
+                f"{op}: argument {name!r} has shape {[tokens, top_k]}, with which x has {tokens} or {tokens * top_k} "
+                f"rows, not {rows}"
+            )
+        axes["per_pair"] = rows != tokens
+
+
 def needs_interleaved(axes: Axes) -> str | None:
     """Why a variant that reads interleaved words cannot take these weights, or None where it can.
 

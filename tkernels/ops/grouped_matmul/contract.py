@@ -11,7 +11,15 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
-from tkernels.ops.grouped_matmul._argument import BITS, DENSE_BITS, ORDER, ExpertWeights, coding_axes, coding_rules
+from tkernels.ops.grouped_matmul._argument import (
+    BITS,
+    DENSE_BITS,
+    ORDER,
+    ExpertsOfRows,
+    ExpertWeights,
+    coding_axes,
+    coding_rules,
+)
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
@@ -137,12 +145,12 @@ def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], p
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     draws = Draws(seed, device)
     tokens, top_k, experts, outputs, inputs = (int(axes[name]) for name in ("T", "K", "E", "N", "C"))
-    dtype = dtype_of(axes["activation"])
+    dtype, rows = dtype_of(axes["activation"]), tokens * (top_k if axes["per_pair"] else 1)
     if axes["bits"] == DENSE_BITS:
-        x, dense = draws.product_operands(int(axes["X"]), experts * outputs, inputs, axes["values"])
+        x, dense = draws.product_operands(rows, experts * outputs, inputs, axes["values"])
         weight: Weight = draws.laid_out(dense.view(experts, outputs, inputs).to(dtype), axes["weight_layout"])
     else:
-        x = draws.normal((int(axes["X"]), inputs), torch.float64, axes["values"])
+        x = draws.normal((rows, inputs), torch.float64, axes["values"])
         weight = draw_experts_weight(axes, draws, (experts, outputs, inputs))
     chosen = draw_experts(draws, tokens, top_k, experts, str(axes["routing"]), dropped=bool(axes["dropped"]))
     tile = int(axes["tile"])
@@ -223,7 +231,7 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
         "T": tokens,
         "K": top_k,
         "E": experts,
-        "X": tokens * (top_k if down else 1),
+        "per_pair": down,
         "tile": tile,
     }
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
@@ -246,19 +254,16 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
     return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
 
 
-_TOKENS, _CHOICES = (0, 1, 2, 3, 9, 20), (1, 2, 4)
-_ROWS = tuple(sorted({tokens * each for tokens in (*_TOKENS, 6, 513) for each in (1, *_CHOICES)}))
-
 CONTRACT = Contract(
     name="grouped_matmul",
     reference=reference,
     baseline=baseline,
     # Values that are listed again are likelier draws.
     axes=(
-        Int("T", 0, 2**28, _TOKENS, "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
-        Int("K", 1, 64, _CHOICES, "experts of a token"),
+        Int("T", 0, 2**28, (0, 1, 2, 3, 9, 20), "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
+        Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
-        Int("X", 0, 2**31 - 1, _ROWS, "rows of x: one for each token, or one for each pair", batch=True),
+        Choice("per_pair", (False, True), "whether x has a row for each pair, not for each token"),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
         *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
@@ -277,7 +282,7 @@ CONTRACT = Contract(
     constraints=(
         Constraint("K <= E"),
         Constraint("T * K < 2**31"),
-        Constraint("X == T or X == T * K"),
+        Constraint("not per_pair or T * (K - 1) > 0"),
         Constraint("tile & (tile - 1) == 0"),
         *coding_rules("C"),
         Constraint("weight == activation"),
@@ -285,7 +290,7 @@ CONTRACT = Contract(
     arguments={
         "x": Tensor("X C", "activation", read_wide=True),
         "weight": ExpertWeights("E N C"),
-        "experts": Tensor("T K", "int32"),
+        "experts": ExpertsOfRows(),
         "order": Tensor("T*K", "int32"),
         "starts": Tensor("E+1", "int32"),
         "tile": Scalar(int, axis=True, low=1),

@@ -41,10 +41,10 @@ VARIANT = Variant(
     parts=("sort_by_expert", "grouped_matmul", "swiglu"),
     part_axes={
         "sort_by_expert": {"tile": TILES[-1]},
-        # The first product; the second is X = T K rows of C = I to N = H, of which variants say the same.
+        # The first product; the second is T K rows of C = I to N = H, of which variants say the same.
         "grouped_matmul": {
             "tile": TILES[-1],
-            "X": "T",
+            "per_pair": False,
             "N": "2*I",
             "C": "H",
             "bias": "gate_up_bias",
