@@ -205,6 +205,12 @@ class Variant:
                 return f"its part {part.contract.name}.{part.name}: {reason}"
         return self.refusal(axes, facts)
 
+    @cached_property
+    def axes_left_out(self) -> Axes:
+        """What the axes of the options that it leaves out are at in every call that it takes."""
+        off = [self.contract.options[name] for name in self.left_out]
+        return {axis: value for one in off for axis, value in one.items() if axis in self.contract.axis_by_name}
+
     def taken_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The arguments of a call without the options that this variant leaves out, which are at their defaults."""
         if not self.left_out:

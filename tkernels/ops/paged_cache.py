@@ -131,7 +131,10 @@ CORNERS: dict[str, Axes] = {
         **{"window": 0, "values": "ordinary"},
     },
     # Of no keys the log-sum-exp is -inf; a pair of axes does not say which contexts are empty.
-    "empty_context": {"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "sinks": False, "return_lse": True},
+    "empty_context": {
+        **{"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "return_lse": True},
+        **{"soft_cap": 0, "sinks": False},
+    },
     # With a sink it is the sink's.
     "empty_context_with_sinks": {
         **{"B": 3, "S": 16, "N": 5, "P": 16, "lengths": "gaps", "sinks": True, "return_lse": True}

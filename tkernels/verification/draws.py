@@ -57,9 +57,9 @@ def draw(
     `max_programs` gives way to the default; a case that the variant does not support, or that is too large even so, to
     another draw.
     """
-    contract = variant.contract
+    contract, fixed = variant.contract, {**variant.axes_left_out, **(fixed or {})}
     try:
-        held = {**draw_inside(variant, choose), **(fixed or {})} if inside else fixed
+        held = {**draw_inside(variant, choose), **fixed} if inside else fixed
         axes = contract.draw_axes(choose, held, wide)
     except ContractError:
         if not inside:
@@ -104,6 +104,7 @@ def drawn_cases(
     finds the first cases, and what goes with them is learnt from these.
     """
     found = tries = 0
+    fixed = {**variant.axes_left_out, **(fixed or {})}
     cover, is_refused = Cover(variant.contract, seed, fixed), False
     while found < examples:
         proposed = None if is_refused else cover.propose()
