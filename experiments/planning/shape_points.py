@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from tkernels.contract import Contract, Int, Value
+from tkernels.contract import Contract, Value
+from tkernels.measurement import complete_axes
 
 # What the engine's own calls look like, where a contract's first draw is a nastier one.
 AS_SERVED: Mapping[str, Value] = {"lengths": "full", "bound": "exact"}
@@ -45,16 +46,10 @@ def asked_point(contract: Contract, asked: Mapping[str, Value], dtype: str) -> d
 
 
 def complete_point(contract: Contract, axes: Mapping[str, Value], dtype: str) -> dict[str, Value]:
-    """The point with every axis given: the dtype where it gives none itself, and what an op is mostly called with, the
-    first of an enum (values are ordinary there) and the largest size.
-    """
+    """The point with every axis given: the dtype where it gives none itself, and the rest as `complete_axes` says."""
     dtype = str(axes.get("activation", dtype))
     roles = {role: dtype for role in DTYPE_ROLES if role in contract.axis_by_name}
-
-    def choose(name: str, candidates: Sequence[Value]) -> Value:
-        return max(candidates) if isinstance(contract.axis_by_name[name], Int) else candidates[0]
-
-    return contract.draw_axes(choose, {**roles, **axes})
+    return complete_axes(contract, {**roles, **axes})
 
 
 def used_pages(axes: Mapping[str, Value]) -> int:

@@ -87,7 +87,7 @@ def test_ops_gives_an_outside_variant_its_reason(tmp_path: Path) -> None:
     write_variant(tmp_path, ('wins="never"', 'wins="never", supports=lambda axes, device: "only on Tuesdays"'))
     rows = json.loads(tk("ops", "--json", "--variants-from", tmp_path).stdout)
     (mine,) = [row for row in rows if row["variant"] == "doubled"]
-    assert (mine["supported"], mine["reason"]) == (False, "only on Tuesdays")
+    assert (mine["supported"], mine["reason"]) == (False, "doubled does not take limit; only on Tuesdays")
     assert Path(mine["file"]) == tmp_path / "swiglu" / "doubled.py"
     assert "only on Tuesdays" in tk("ops", "--variants-from", tmp_path).stdout
 

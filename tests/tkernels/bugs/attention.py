@@ -156,7 +156,7 @@ BUGS = (
             ),
             ("total = tl.where(length > 0, total, 1.0)", "total = total"),
         ),
-        finder="check",
+        finder="wide",
     ),
     Bug(
         link="https://github.com/vllm-project/vllm/pull/49294",

@@ -83,4 +83,5 @@ def test_auto_launches_its_parts_as_the_tuning_in_use_has_them(op: str, tmp_path
     outputs = contract.allocate_outputs(axes, arguments, device)
     kernel = Kernel(auto, Tuning("nearest", tmp_path), {}, note)
     kernel.launch_into(outputs, arguments, axes, device, facts, auto.default[""])
-    assert launched[0] == slowest_first[-1][0] != part.default_config(facts.arch)
+    assert slowest_first[-1][0] != part.default_config(facts.arch)
+    assert slowest_first[-1][0] in launched  # a mixture's first launches are its sort's
