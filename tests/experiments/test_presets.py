@@ -26,6 +26,9 @@ from tmodel.corpus import standard_library_corpus
 from tmodel.quantizers import METHODS
 from tmodel.train import Recipe, new_model, train_tokenizer
 
+DENSE = [name for name, recipe in PRESETS.items() if "num_experts" not in recipe.config]
+"""Those that every method quantizes: experts are rounded alone."""
+
 PROMPTS = ["def scan(line):", "import os\n"]
 
 
@@ -124,13 +127,15 @@ def test_a_preset_says_the_same_in_every_arm_and_through_transformers(preset: st
 @pytest.mark.parametrize("model", [*PRESETS, *(f"random:{name}" for name in RANDOM_PRESETS)])
 def test_a_presets_traffic_is_simulated_without_its_weights(model: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (row,) = json.loads(tk("simulate", "--model", model, "--trace", "synthetic:2", "--policy", "none", "--json"))
+    # Mixtral's weights take 93 GB, and the usual H100 has 80.
+    asked = ["--trace", "synthetic:2", "--policy", "none", "--gpu", "H200", "--json"]
+    (row,) = json.loads(tk("simulate", "--model", model, *asked))
     assert (row["requests"], row["finished"], row["refused"]) == (2, 2, 0)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "preset"), list(zip(METHODS, cycle(PRESETS), strict=False)))
+@pytest.mark.parametrize(("method", "preset"), list(zip(METHODS, cycle(DENSE), strict=False)))
 def test_a_preset_is_quantized_by_a_method_and_served_so(method: str, preset: str, cache: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(standard_library_corpus(300_000).held_out)[:4000])

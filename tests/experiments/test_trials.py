@@ -34,7 +34,7 @@ WRONG = ("offs, out.to(out_ptr", "offs, (out * 1.1).to(out_ptr")
 BEGIN = "    tokens, width = out.shape\n"
 KERNEL = "    offs = tl.arange(0, BLOCK)\n"
 IMPORTS = ("import torch\n", "import ctypes, os, sys, time\nimport torch\n")
-POINT = {"T": 2, "I": 8, "activation": "float32", "layout": "contiguous", "values": "ordinary"}
+POINT = {"T": 2, "I": 8, "limit": 0, "activation": "float32", "layout": "contiguous", "values": "ordinary"}
 
 
 def write_two(folder: Path, *changes: tuple[str, str]) -> list[Variant]:

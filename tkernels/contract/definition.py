@@ -226,7 +226,7 @@ class Contract:
         for axis in self.axes:
             if axis.name not in fixed:
                 axes[axis.name] = choose(axis.name, self._candidates(axis, axes, wide, bool(fixed)))
-        return axes
+        return {axis.name: axes[axis.name] for axis in self.axes}
 
     def _candidates(self, axis: Axis, axes: Axes, wide: bool, ahead: bool) -> list[Value]:
         """The values to draw an axis from beside those that are fixed or drawn already.

@@ -40,13 +40,15 @@ ORDER = Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `
 """Axes that all weights of a call share. Values that are listed again are likelier draws."""
 
 
-def coding_axes(inputs: Axis, prefix: str = "") -> tuple[Axis, ...]:
+def coding_axes(inputs: Int, prefix: str = "") -> tuple[Axis, ...]:
     """The axes of `coding_of` but BITS and ORDER, beside that of a weight's inputs."""
+    places = {size + padding for size in inputs.draws for padding in _PADDINGS}
+    group_sizes = tuple(sorted({0, 16, 32, *(count for count in places if count % 4 == 0)}))
     return (
         Choice(f"{prefix}permuted", (True, False, False), "whether codes lie in another order than inputs"),
         inputs,
         Int(f"{prefix}padding", 0, 2**24, _PADDINGS, "places of a permutation that are no input"),
-        Int(f"{prefix}group_size", 0, 2**24, (0, 16, 32, 128, 8, 64, 72, 136), "places that share a scale; 0 if dense"),
+        Int(f"{prefix}group_size", 0, 2**24, group_sizes, "places that share a scale; 0 of dense weights"),
         Choice(f"{prefix}symmetric", (False, True), "whether zero-points are all in the middle and not stored"),
     )
 

@@ -99,7 +99,10 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
             values = dense if name == "gate_up" else draws.product_operands(0, experts * hidden, width)[1]
             made[name] = draws.laid_out(values.view(shape).to(dtype), axes["layout"])
         else:
-            made[name] = draw_experts_weight({**axes, "weight_layout": axes["layout"]}, draws, shape, f"{name}_")
+            coded = draw_experts_weight({**axes, "weight_layout": axes["layout"]}, draws, shape, f"{name}_")
+            if name == "gate_up" and axes["values"] == "huge":
+                coded.scales[..., width:] /= 128
+            made[name] = coded
     chosen = draw_experts(draws, tokens, top_k, experts, str(axes["routing"]), dropped=bool(axes["dropped"]))
     weights = draws.normal((tokens, top_k), torch.float32).abs()
     arguments: dict[str, Any] = {
