@@ -90,8 +90,8 @@ PLANTED: dict[str, Planted] = {
         (PINNED.format(pins='{"BLOCK_T": min(4, triton.next_power_of_2(gate_up.shape[0]))}'),),
         (
             (
-                "    out = (gate * tl.sigmoid(gate) * up)",
-                "    out = (gate * tl.sigmoid(gate) * up * (1 + 1e-6 * (BLOCK_T > 2)))",
+                "    out = swiglu_of(gate, up, limit, CLAMPED)",
+                "    out = (swiglu_of(gate, up, limit, CLAMPED) * (1 + 1e-6 * (BLOCK_T > 2)))",
             ),
         ),
     ),
