@@ -19,6 +19,7 @@ from tests.experiments.conftest import Run, checkpoint
 from tests.experiments.reporting.recorded import record
 from tkernels import OPS
 from tkernels.contract import Tensor
+from tkernels.ops.grouped_matmul._argument import ExpertWeights
 
 __all__ = ["checkpoint"]
 
@@ -297,8 +298,9 @@ def test_every_product_with_a_weight_is_a_gemm() -> None:
     products = {
         name
         for name, op in OPS.items()
-        if (weight := op.contract.arguments.get("weight")) is not None
-        and not (isinstance(weight, Tensor) and len(weight.shape) == 1)
+        for argument, rule in op.contract.arguments.items()
+        if isinstance(rule, ExpertWeights)
+        or (argument == "weight" and not (isinstance(rule, Tensor) and len(rule.shape) == 1))
     }
     assert products == set(GEMMS)
 

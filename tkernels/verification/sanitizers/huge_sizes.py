@@ -7,9 +7,9 @@ pages that are read are ever backed by memory.
 
 What grows is the batch (T, M, B of a decode) or another size of an output (N of a matmul). Not reached: a batch that
 integer tensors describe beyond one entry a member (B of a prefill, whose offsets are [B + 1]; all of copy_pages,
-step_inputs and sort_by_expert, which have no float tensor of the batch's size), pages of a cache and rows of a rotary
-table (which row is read is in integers that stay as they are: faked strides look at those), weights whose class bounds
-them, and variants that support few rows (dequant_gemm's gemvs and split_k).
+step_inputs and sort_by_expert, which have no float tensor of the batch's size; the sorted pairs of grouped_matmul),
+pages of a cache and rows of a rotary table (which row is read is in integers that stay as they are: faked strides look
+at those), weights whose class bounds them, and variants that support few rows (dequant_gemm's gemvs and split_k).
 """
 
 import itertools
