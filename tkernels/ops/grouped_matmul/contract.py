@@ -260,7 +260,7 @@ CONTRACT = Contract(
     baseline=baseline,
     # Values that are listed again are likelier draws.
     axes=(
-        Int("T", 0, 2**28, (0, 1, 2, 3, 9, 20), "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 9, 20), "tokens", batch=True, wide=(6,), classes=TOKEN_CLASSES),
         Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         Choice("per_pair", (False, True), "whether x has a row for each pair, not for each token"),

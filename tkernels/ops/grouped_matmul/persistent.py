@@ -147,7 +147,7 @@ VARIANT = Variant(
     configs=CONFIGS,
     workspace=workspace,
     supports=supports,
-    region={"T": (513, 2**28)},
+    region={"T": (513, 2**31 - 1)},
     # By reasoning, not measured: a tile of 128 pairs and 128 outputs has a warp for each 32 x 64 of it. gfx942 has 64
     # kB of shared memory. Interpreted, tiles are the smallest legal ones, so that shapes of the tests cross them.
     default={

@@ -142,7 +142,7 @@ VARIANT = Variant(
     configs=CONFIGS,
     workspace=workspace,
     supports=supports,
-    region={"T": (513, 2**28)},
+    region={"T": (513, 2**31 - 1)},
     limits={"BLOCK_N": (16, 256), "BLOCK_K": (16, 256)},  # a box has at most 256 along a dim
     default={
         "": Config(BLOCK_N=64, BLOCK_K=64, GROUP_M=8, num_warps=4, num_stages=3),

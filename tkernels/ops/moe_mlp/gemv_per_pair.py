@@ -119,7 +119,7 @@ VARIANT = Variant(
     # rows of the gate and four of the up projection. gfx942's warps have 64 lanes.
     default={
         "": Config(BLOCK_N=4, BLOCK_K=256, num_warps=1, num_stages=3),
-        "gfx942": Config(BLOCK_N=2, BLOCK_K=512, num_warps=1, num_stages=2),
+        "gfx942": Config(BLOCK_N=4, BLOCK_K=512, num_warps=1, num_stages=2),
         "interpreter": Config(BLOCK_N=16, BLOCK_K=32),
     },
     key=("H", "I"),

@@ -95,7 +95,7 @@ CONTRACT = Contract(
     reference=reference,
     baseline=baseline,
     axes=(
-        Int("T", 0, 2**28, (0, 1, 2, 3, 9, 40), "tokens", batch=True, wide=(70,)),
+        Int("T", 0, 2**31 - 1, (0, 1, 2, 3, 9, 40), "tokens", batch=True, wide=(70,)),
         Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1, 130), "experts"),
         Int("tile", 16, 128, (16, 32, 64), "pairs of a tile"),
