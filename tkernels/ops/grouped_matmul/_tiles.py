@@ -114,14 +114,19 @@ def products_of(run: Run, out: torch.Tensor, combine: torch.Tensor | None) -> to
     return out if combine is None else run.workspace["products"]
 
 
-def combine_products(run: Run, out: torch.Tensor, experts: torch.Tensor, combine: torch.Tensor | None) -> None:
-    """Adds each token's products up, where that is asked for."""
+def combine_products(
+    run: Run, kernel: Any, out: torch.Tensor, experts: torch.Tensor, combine: torch.Tensor | None
+) -> None:
+    """Adds each token's products up by `grouped_matmul_combine`, where that is asked for.
+
+    The kernel is an argument so that it is one of those of each variant that launches it.
+    """
     if combine is not None:
         tokens, outputs = out.shape
         block_n = min(COMBINED_AT_A_TIME, triton.next_power_of_2(outputs))
         block_t = COMBINED_AT_A_TIME // block_n
         run.launch(
-            grouped_matmul_combine,
+            kernel,
             (triton.cdiv(tokens, block_t), triton.cdiv(outputs, block_n)),
             **pointers("out[t] products[p] experts[t] combine[t]", out, run.workspace["products"], experts, combine),
             tokens=tokens,

@@ -15,7 +15,13 @@ from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._pairs import takes_pairs
 from tkernels.ops.grouped_matmul._argument import needs_codes
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
-from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_row, products_of, products_workspace
+from tkernels.ops.grouped_matmul._tiles import (
+    combine_products,
+    grouped_matmul_combine,
+    pairs_of_row,
+    products_of,
+    products_workspace,
+)
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
 
 CONFIGS = tuple(
@@ -90,7 +96,7 @@ def launch(
 ) -> None:
     products, through_units = products_of(run, out, combine), takes_pairs(run.axes, run.device)
     launch_pairs(run, products, x, weight, experts, bias, through_units)
-    combine_products(run, out, experts, combine)
+    combine_products(run, grouped_matmul_combine, out, experts, combine)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

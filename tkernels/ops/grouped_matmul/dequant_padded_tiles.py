@@ -16,6 +16,7 @@ from tkernels.ops.grouped_matmul._argument import needs_codes
 from tkernels.ops.grouped_matmul._codes import codes_arguments, expert_code_sums
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
+    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     products_of,
@@ -112,7 +113,7 @@ def launch(
 ) -> None:
     products, tables = products_of(run, out, combine), (order, starts, tile_expert, tile_start)
     launch_dequant_tiles(run, products, x, weight, experts, tile, tables, bias)
-    combine_products(run, out, experts, combine)
+    combine_products(run, grouped_matmul_combine, out, experts, combine)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

@@ -17,6 +17,7 @@ from tkernels.ops.grouped_matmul._argument import needs_dense
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
     expert_sums,
+    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     place_of_tile,
@@ -130,7 +131,7 @@ def launch(
 ) -> None:
     products, tables = products_of(run, out, combine), (order, starts, tile_expert, tile_start)
     launch_persistent(run, products, x, weight, experts, tile, tables, bias)
-    combine_products(run, out, experts, combine)
+    combine_products(run, grouped_matmul_combine, out, experts, combine)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

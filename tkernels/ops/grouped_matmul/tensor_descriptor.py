@@ -18,6 +18,7 @@ from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._argument import needs_dense
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
+    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     place_of_tile,
@@ -116,7 +117,7 @@ def launch(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
     )
-    combine_products(run, out, experts, combine)
+    combine_products(run, grouped_matmul_combine, out, experts, combine)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

@@ -14,7 +14,7 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._pairs import takes_pairs
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
-from tkernels.ops.grouped_matmul._tiles import combine_products
+from tkernels.ops.grouped_matmul._tiles import combine_products, grouped_matmul_combine
 from tkernels.ops.grouped_matmul.dequant_gemv import launch_pairs
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
@@ -85,7 +85,7 @@ def launch(
     )
     products = run.workspace["products"]
     launch_pairs(run, products, activations, down, experts, down_bias, _takes_pairs(run, "down_"))
-    combine_products(run, out, experts, weights)
+    combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def _takes_pairs(run: Run, prefix: str) -> bool:

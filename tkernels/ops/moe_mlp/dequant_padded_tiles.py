@@ -15,7 +15,13 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._unpack import magic_of
 from tkernels.ops.grouped_matmul._codes import codes_arguments, expert_code_sums
-from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_tile, store_pairs, tile_arguments
+from tkernels.ops.grouped_matmul._tiles import (
+    combine_products,
+    grouped_matmul_combine,
+    pairs_of_tile,
+    store_pairs,
+    tile_arguments,
+)
 from tkernels.ops.grouped_matmul.dequant_padded_tiles import launch_dequant_tiles
 from tkernels.ops.grouped_matmul.padded_tiles import blocks
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
@@ -103,7 +109,7 @@ def launch(
         BLOCK_K=block_k,
     )
     launch_dequant_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, out, experts, weights)
+    combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

@@ -14,7 +14,13 @@ from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.language import dot
 from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
-from tkernels.ops.grouped_matmul._tiles import combine_products, pairs_of_tile, store_pairs, tile_arguments
+from tkernels.ops.grouped_matmul._tiles import (
+    combine_products,
+    grouped_matmul_combine,
+    pairs_of_tile,
+    store_pairs,
+    tile_arguments,
+)
 from tkernels.ops.grouped_matmul.padded_tiles import blocks, launch_tiles
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_dense
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert
@@ -130,7 +136,7 @@ def launch(
         BLOCK_K=block_k,
     )
     launch_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, out, experts, weights)
+    combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

@@ -15,6 +15,7 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
+    grouped_matmul_combine,
     pairs_of_tile,
     place_of_tile,
     store_pairs,
@@ -119,7 +120,7 @@ def launch(
         BLOCK_K=block_k,
     )
     launch_persistent(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, out, experts, weights)
+    combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
