@@ -150,7 +150,6 @@ def with_fault(folder: Path, *changes: tuple[str, str]) -> set[str]:
     for before, after in changes:
         assert before in helpers, before
         helpers = helpers.replace(before, after)
-    helpers = helpers.replace("grouped_matmul_combine", "grouped_matmul_planted_combine")
     text = OP.variants["padded_tiles"].file.read_text()
     start = text.index("from tkernels.ops.grouped_matmul._tiles import (")
     imports = text[start : text.index(")\n", start) + 2]
