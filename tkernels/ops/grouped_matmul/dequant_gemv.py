@@ -17,11 +17,11 @@ from tkernels.ops.grouped_matmul._argument import needs_codes
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_row,
     products_of,
     products_workspace,
 )
+from tkernels.ops.grouped_matmul.padded_tiles import grouped_matmul_combine
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
 
 CONFIGS = tuple(

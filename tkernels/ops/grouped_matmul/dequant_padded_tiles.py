@@ -16,7 +16,6 @@ from tkernels.ops.grouped_matmul._argument import needs_codes
 from tkernels.ops.grouped_matmul._codes import codes_arguments, expert_code_sums
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     products_of,
@@ -25,7 +24,7 @@ from tkernels.ops.grouped_matmul._tiles import (
     tile_arguments,
     with_bias,
 )
-from tkernels.ops.grouped_matmul.padded_tiles import blocks
+from tkernels.ops.grouped_matmul.padded_tiles import blocks, grouped_matmul_combine
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
 

@@ -17,7 +17,6 @@ from tkernels.ops.grouped_matmul._argument import needs_dense
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
     expert_sums,
-    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     products_of,
@@ -80,6 +79,37 @@ def grouped_matmul_padded_tiles(
         sums = expert_sums(x_ptrs, mask_m, weight_ptrs, mask_n, inputs, BLOCK_M, BLOCK_N, BLOCK_K)
         sums = with_bias(sums, bias_ptr, stride_bias_e, expert, offs_n, mask_n)
         store_pairs(out_ptr, stride_out_m, sums, pairs, mask_m, offs_n, mask_n)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def grouped_matmul_combine(
+    out_ptr,
+    products_ptr,
+    experts_ptr,
+    combine_ptr,
+    stride_out_t,
+    stride_products_p,
+    stride_experts_t,
+    stride_combine_t,
+    tokens,
+    outputs,
+    top_k,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """out [T, N] = the sum of a token's products [T K, N], each times its weight, in the order of its choices."""
+    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)  # T K * stride can pass 2**31
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_t, mask_n = offs_t < tokens, (offs_n < outputs)[None, :]
+    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    for choice in range(top_k):
+        counts = tl.load(experts_ptr + offs_t * stride_experts_t + choice, mask=mask_t, other=-1) >= 0
+        weight = tl.load(combine_ptr + offs_t * stride_combine_t + choice, mask=counts, other=0.0)
+        row_ptrs = products_ptr + (offs_t * top_k + choice)[:, None] * stride_products_p
+        products = tl.load(row_ptrs + offs_n[None, :], mask=counts[:, None] & mask_n, other=0.0)
+        sums += products * weight[:, None]
+    out_ptrs = out_ptr + offs_t[:, None] * stride_out_t + offs_n[None, :]
+    tl.store(out_ptrs, sums.to(out_ptr.dtype.element_ty), mask=mask_t[:, None] & mask_n)
 
 
 def blocks(config: Config, x: torch.Tensor, tile: int) -> tuple[int, int]:

@@ -18,7 +18,6 @@ from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._argument import needs_dense
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_row,
     pairs_of_tile,
     place_of_tile,
@@ -28,6 +27,7 @@ from tkernels.ops.grouped_matmul._tiles import (
     tile_arguments,
     with_bias,
 )
+from tkernels.ops.grouped_matmul.padded_tiles import grouped_matmul_combine
 
 CONFIGS = tuple(
     Config(BLOCK_N=columns, BLOCK_K=depth, GROUP_M=8, num_warps=warps, num_stages=stages)

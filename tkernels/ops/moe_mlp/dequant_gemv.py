@@ -14,8 +14,9 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.dequant_gemm._pairs import takes_pairs
 from tkernels.ops.grouped_matmul._codes import row_arguments, row_times_codes
-from tkernels.ops.grouped_matmul._tiles import combine_products, grouped_matmul_combine
+from tkernels.ops.grouped_matmul._tiles import combine_products
 from tkernels.ops.grouped_matmul.dequant_gemv import launch_pairs
+from tkernels.ops.grouped_matmul.padded_tiles import grouped_matmul_combine
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
 from tkernels.quantized.stacked import StackedWeight, interleaved_experts
 

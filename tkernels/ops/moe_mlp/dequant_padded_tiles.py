@@ -17,13 +17,12 @@ from tkernels.ops.dequant_gemm._unpack import magic_of
 from tkernels.ops.grouped_matmul._codes import codes_arguments, expert_code_sums
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_tile,
     store_pairs,
     tile_arguments,
 )
 from tkernels.ops.grouped_matmul.dequant_padded_tiles import launch_dequant_tiles
-from tkernels.ops.grouped_matmul.padded_tiles import blocks
+from tkernels.ops.grouped_matmul.padded_tiles import blocks, grouped_matmul_combine
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_codes
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert
 from tkernels.quantized.codes import codes_per_word

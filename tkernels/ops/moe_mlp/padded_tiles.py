@@ -16,12 +16,11 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_tile,
     store_pairs,
     tile_arguments,
 )
-from tkernels.ops.grouped_matmul.padded_tiles import blocks, launch_tiles
+from tkernels.ops.grouped_matmul.padded_tiles import blocks, grouped_matmul_combine, launch_tiles
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_dense
 from tkernels.ops.sort_by_expert._tables import sorted_by_expert
 

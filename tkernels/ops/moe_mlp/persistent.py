@@ -15,13 +15,12 @@ from tkernels.ops.activations import limit_arguments
 from tkernels.ops.arguments import pointers
 from tkernels.ops.grouped_matmul._tiles import (
     combine_products,
-    grouped_matmul_combine,
     pairs_of_tile,
     place_of_tile,
     store_pairs,
     tile_arguments,
 )
-from tkernels.ops.grouped_matmul.padded_tiles import blocks
+from tkernels.ops.grouped_matmul.padded_tiles import blocks, grouped_matmul_combine
 from tkernels.ops.grouped_matmul.persistent import launch_persistent
 from tkernels.ops.moe_mlp._shared import activated, fused_buffers, supports_dense
 from tkernels.ops.moe_mlp.padded_tiles import gate_and_up_sums
