@@ -40,6 +40,14 @@ SERVED_MODELS: Mapping[str, ServedModel] = {
 }
 
 
+SERVED_MIXTURES: Mapping[str, tuple[int, int, int, int]] = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Mixtral-8x7B": (8, 2, 4096, 14336),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+"""Experts of a layer, experts of a token, hidden size, and intermediate size of an expert, of models with experts."""
+
+
 def served_products() -> Iterator[tuple[str, int, tuple[int, int]]]:
     """(name, tokens, (output features, input features)) of products that these models run, each size once, under the
     name of the first model that has it: "Qwen3-4B o, M=1".

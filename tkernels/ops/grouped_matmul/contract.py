@@ -20,6 +20,7 @@ from tkernels.ops.grouped_matmul._argument import (
     coding_axes,
     coding_rules,
 )
+from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
@@ -217,9 +218,6 @@ def _part(inputs: Inputs, results: Mapping[str, torch.Tensor], member: int) -> d
     return {"out": results["out"][first : first + experts.shape[1]][experts[member] >= 0]}
 
 
-MODELS = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "Mixtral-8x7B": (8, 2, 4096, 14336), "gpt-oss-20b": (32, 4, 2880, 2880)}
-"""E, K, H and I of models whose experts are benchmarked."""
-
 TOKEN_CLASSES = (1, 8, 64, 512)
 """The largest numbers of tokens between which another tile of experts' products may be the best."""
 
@@ -244,7 +242,7 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
     points = {}
     for tokens in (1, 8, 64, 512, 4096):
         for bits in (4, DENSE_BITS):
-            for name, sizes in MODELS.items():
+            for name, sizes in SERVED_MIXTURES.items():
                 if name != "Qwen3-30B-A3B" and (bits or tokens == 8):
                     continue
                 for down in (True, False):

@@ -11,7 +11,8 @@ from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.experts import ROUTINGS, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul import contract as grouped_matmul
 from tkernels.ops.grouped_matmul._argument import BITS, DENSE_BITS, ORDER, ExpertWeights, coding_axes, coding_rules
-from tkernels.ops.grouped_matmul.contract import MODELS, TOKEN_CLASSES, Weight, draw_experts_weight
+from tkernels.ops.grouped_matmul.contract import TOKEN_CLASSES, Weight, draw_experts_weight
+from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.ops.swiglu import contract as swiglu
 from tkernels.ops.swiglu.contract import LIMIT, LIMITS
@@ -152,11 +153,11 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
         "Qwen3-30B-A3B": (1, 8, 64, 512, 4096, 32768),
     }
     points = {
-        f"T={tokens},Qwen3-30B-A3B,W4": _benchmark(tokens, MODELS["Qwen3-30B-A3B"], 4)
+        f"T={tokens},Qwen3-30B-A3B,W4": _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], 4)
         for tokens in (1, 8, 64, 512, 4096)
     }
     return points | {
-        f"T={size},{name}": _benchmark(size, MODELS[name], DENSE_BITS)
+        f"T={size},{name}": _benchmark(size, SERVED_MIXTURES[name], DENSE_BITS)
         for name, tokens in dense.items()
         for size in tokens
     }
