@@ -95,8 +95,21 @@ def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
         points += _make_served_points(plan, op, typical)
     elif not asked:
         points += _make_default_points(plan, op)
-    points += [Point(name, asked_point(contract, axes, plan.dtype_name)) for name, axes in name_points(asked).items()]
+    points += _asked_points(contract, asked, plan.dtype_name)
     return list({point.name: point for point in points}.values())
+
+
+def full_points(plan: Plan, op: str) -> list[Point]:
+    """The op's points of `shapes` in full sizes, where these are not what runs.
+
+    Raises:
+        ContractError: One breaks a constraint.
+    """
+    return _asked_points(plan.ops[op].contract, [dict(one) for one in plan.full_shapes.get(op, ())], plan.dtype_name)
+
+
+def _asked_points(contract: Contract, asked: Sequence[Mapping[str, Value]], dtype: str) -> list[Point]:
+    return [Point(name, asked_point(contract, axes, dtype)) for name, axes in name_points(asked).items()]
 
 
 def _make_default_points(plan: Plan, op: str) -> list[Point]:

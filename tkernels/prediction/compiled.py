@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tkernels.contract import Axes
+from tkernels.contract import Axes, Case
 from tkernels.device import TARGETS, DeviceFacts
 from tkernels.errors import TKernelsError
 from tkernels.prediction.calls import Launch, case_without_values, make_call
@@ -41,10 +41,14 @@ def list_missing(wanted: Iterable[Wanted], facts: DeviceFacts, rows: Sequence[Co
     """
     found: dict[str, tuple[int, Wanted]] = {}
     queue = deque(wanted)
+    cases: dict[tuple[str, frozenset[Any]], Case] = {}  # variants share an op's points, and drawing one takes a while
     while queue:
         variant, axes = queue.popleft()
+        place = variant.contract.name, frozenset(axes.items())
+        if place not in cases:
+            cases[place] = case_without_values(variant.contract, axes)
         try:
-            call = make_call(variant, case_without_values(variant.contract, axes), facts)
+            call = make_call(variant, cases[place], facts)
         except UnsupportedError:
             continue
         if variant.parts:
