@@ -11,7 +11,7 @@ from rich.text import Text
 from experiments.document import ExperimentError
 from experiments.planning.models import check_headers
 from experiments.planning.plan import Plan, Sweep
-from experiments.planning.points import Point, full_points, points_of
+from experiments.planning.points import Point, points_of
 from experiments.planning.resolved import resolved_text
 from experiments.runs.environment import environment_of
 from experiments.runs.folder import RunFolder, make_run, new_path, new_run_id, open_again
@@ -87,8 +87,6 @@ def run_experiment(
 
 def _points_of(plan: Plan) -> dict[str, list[Point]]:
     try:
-        for op in plan.ranges:
-            full_points(plan, op)
         return points_of(plan)
     except ContractError as error:
         raise ExperimentError([str(error)]) from None
