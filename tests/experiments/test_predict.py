@@ -171,7 +171,7 @@ def test_the_variant_that_a_model_finds_the_fastest_is_told_where_and_what_runs_
     )
     assert modelled_winners([row for row in rows if row.variant != "chooses"]) == [said]
     assert modelled_winners([*(row for row in rows if row.variant == "chooses"), *rows]) == [said]  # whatever the order
-    assert said[:1].upper() + said[1:] + "." in verdict_of(rows, 1, True, None, {}).notes
+    assert verdict_of(rows, 1, True, None, {}).sentence == said[:1].upper() + said[1:] + "."
 
 
 def test_no_winner_is_told_of_one_variant_of_served_points_or_of_other_code() -> None:
