@@ -13,6 +13,7 @@ from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul._argument import (
     BITS,
+    CODING,
     DENSE_BITS,
     ORDER,
     ExpertsOfRows,
@@ -133,8 +134,8 @@ def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], p
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
     experts, outputs, inputs = shape
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
-    plain = {"bits": axes["bits"], "weight": axes["weight"], "coding": "uniform", "sparse": False}
-    point = {"N": outputs, "K": inputs, **plain, **own}
+    shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
+    point = {"N": outputs, "K": inputs, **shared, **own}
     weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
     if axes["order"] == "interleaved":
         weight = interleaved_experts(weight)
@@ -233,7 +234,14 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
         "tile": tile,
     }
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
-    point |= {"bits": bits, "group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+    point |= {
+        "bits": bits,
+        "coding": "uniform",
+        "group_size": 128 if bits else 0,
+        "padding": 0,
+        "symmetric": True,
+        "permuted": False,
+    }
     dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
     return point | dtypes | {"bias": False, "combine": down, "routing": "uniform", "dropped": False}
 
@@ -264,6 +272,7 @@ CONTRACT = Contract(
         Choice("per_pair", (False, True), "whether x has a row for each pair, not for each token"),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
+        CODING,
         *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
         ORDER,
         dtype_axis("activation"),
@@ -305,6 +314,7 @@ CONTRACT = Contract(
     benchmarks=_benchmarks(),
     inspected={
         **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},
+        "e2m1": {"bits": 4, "coding": "e2m1"},
         "permuted": {"permuted": True},
     },
     loaded={"order": ORDERS[0]},
