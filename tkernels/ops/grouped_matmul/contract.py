@@ -18,16 +18,23 @@ from tkernels.ops.grouped_matmul._argument import (
     ORDER,
     ExpertsOfRows,
     ExpertWeights,
+    Weight,
     coding_axes,
     coding_rules,
 )
+from tkernels.ops.scaled_matmul.contract import FP8_SPREAD, draw_codes
 from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
-from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
-from tkernels.quantized.weight import dequantize
-
-Weight = torch.Tensor | StackedWeight
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.stacked import (
+    StackedWeight,
+    dequantize_expert,
+    dequantize_experts,
+    interleaved_experts,
+    stack,
+)
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 
 
 def reference(
@@ -49,7 +56,8 @@ def reference(
 
     Args:
         x: [X, C] with X = T or X = T * K, any float dtype, free row stride.
-        weight: [E, N, C], as x, free strides but the last; or a StackedWeight of E experts, N outputs and C inputs.
+        weight: [E, N, C], as x, free strides but the last; or a StackedWeight or StackedScaledWeight of E experts, N
+            outputs and C inputs.
         experts: [T, K] int32 in [-1, E), free row stride; -1: the pair is left out.
         order, starts, tile_expert, tile_start: What sort_by_expert makes of `experts` with this `tile`, contiguous.
             They say nothing that `experts` does not: they are how the work is cut.
@@ -65,7 +73,7 @@ def reference(
     Source: the grouped products of MegaBlocks (Gale et al., 2023), with the gather and the scatter of ScatterMoE (Tan
     et al., 2024).
     """
-    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
     choices = experts.flatten()  # [T K]
     out = x.new_full((choices.numel(), dense.shape[1]), torch.nan)
     for expert in range(dense.shape[0]):
@@ -114,7 +122,7 @@ def baseline(
                 own = x[_row_of(pairs, x, experts)] @ _expert_of(weight, expert, x.dtype).t()
                 out[pairs] = own if bias is None else own.add_(bias[expert])
     else:
-        dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+        dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
         pairs = torch.where(order < 0, choices, order).long()
         rows = _row_of(pairs.clamp(max=choices - 1), x, experts)
         own = torch._grouped_mm(x[rows], dense.transpose(1, 2), offs=starts[1:])  # [T K, N]
@@ -127,21 +135,34 @@ def baseline(
 
 
 def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize(weight.expert(expert), dtype) if isinstance(weight, StackedWeight) else weight[expert]
+    return weight[expert] if isinstance(weight, torch.Tensor) else dequantize_expert(weight, expert, dtype)
 
 
-def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
+def draw_experts_weight(
+    axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = ""
+) -> StackedWeight | StackedScaledWeight:
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
+    # Another padding for each part: one's stride taken for another's, which is as wide, must show.
+    paddings = count(8, 8)
+    drawn = _drawn_e4m3(draws, shape) if axes["coding"] == "e4m3" else _drawn_words(axes, draws, shape, prefix)
+    return drawn.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+
+
+def _drawn_e4m3(draws: Draws, shape: tuple[int, int, int]) -> StackedScaledWeight:
+    """Values such that outputs are of x's size whatever C is."""
+    experts, outputs, inputs = shape
+    values = draw_codes((experts * outputs, inputs), torch.float8_e4m3fn, "ordinary", draws).view(shape)
+    scales = draws.normal((experts, -(-outputs // BLOCK), inputs // BLOCK), torch.float32).abs() + 0.1
+    return StackedScaledWeight(values, scales / (FP8_SPREAD * inputs**0.5))
+
+
+def _drawn_words(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str) -> StackedWeight:
     experts, outputs, inputs = shape
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
     shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
     point = {"N": outputs, "K": inputs, **shared, **own}
     weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
-    if axes["order"] == "interleaved":
-        weight = interleaved_experts(weight)
-    # Another padding for each part: one's stride taken for another's, which is as wide, must show.
-    paddings = count(8, 8)
-    return weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+    return interleaved_experts(weight) if axes["order"] == "interleaved" else weight
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
@@ -223,7 +244,9 @@ TOKEN_CLASSES = (1, 8, 64, 512)
 """The largest numbers of tokens between which another tile of experts' products may be the best."""
 
 
-def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS) -> dict[str, Value]:
+def _benchmark(
+    tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS, coding: str = "uniform"
+) -> dict[str, Value]:
     experts, top_k, hidden, width = sizes
     tile = tile_of_pairs(tokens * top_k, experts)
     point: dict[str, Value] = {
@@ -236,7 +259,7 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
     point |= {
         "bits": bits,
-        "coding": "uniform",
+        "coding": coding,
         "group_size": 128 if bits else 0,
         "padding": 0,
         "symmetric": True,
@@ -256,7 +279,10 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
                 for down in (True, False):
                     title = f"T={tokens},{name},{'down' if down else 'up'}" + (f",W{bits}" if bits else "")
                     points[title] = _benchmark(tokens, sizes, down, bits)
-    last = next(reversed([name for name in points if "Qwen3" in name]))
+        for down in (True, False):
+            title = f"T={tokens},Qwen3-30B-A3B,{'down' if down else 'up'},FP8"
+            points[title] = _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], down, 8, "e4m3")
+    last = next(reversed([name for name, point in points.items() if "Qwen3" in name and not point["bits"]]))
     return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
 
 
@@ -273,7 +299,7 @@ CONTRACT = Contract(
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
         CODING,
-        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
+        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 128, 72, 136), "input features", wide=(640,))),
         ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
@@ -313,7 +339,7 @@ CONTRACT = Contract(
     default="auto",
     benchmarks=_benchmarks(),
     inspected={
-        **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},
+        **{f"bits{bits}": {"bits": bits, "coding": "uniform"} for bits in (2, 3, 4, 8)},
         "e2m1": {"bits": 4, "coding": "e2m1"},
         "permuted": {"permuted": True},
     },
