@@ -14,7 +14,7 @@ from tkernels.ops.moe_mlp.contract import CONTRACT
 from tkernels.quantized.stacked import interleaved_experts, stack
 
 OP = OPS["moe_mlp"]
-DENSE = pytest.mark.parametrize("variant", [name for name in OP.variants if not name.startswith("dequant")])
+DENSE = pytest.mark.parametrize("variant", [name for name in OP.variants if not name.startswith(("dequant", "fp8"))])
 
 
 def inputs(tokens: int, top_k: int, experts: int, hidden: int = 24, width: int = 16) -> dict[str, Any]:
@@ -84,17 +84,18 @@ def test_one_expert_takes_all_or_none(seed: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bits", "expected"),
+    ("tokens", "stored", "expected"),
     [
-        (1, 0, "gemv_per_pair"), (8, 0, "gemv_per_pair"), (9, 0, "padded_tiles"), (512, 0, "padded_tiles"),
-        (513, 0, "persistent"), (1, 4, "dequant_gemv"), (9, 4, "dequant_padded_tiles"),
-        (4096, 4, "dequant_padded_tiles"),
+        (1, "", "gemv_per_pair"), (8, "", "gemv_per_pair"), (9, "", "padded_tiles"), (512, "", "padded_tiles"),
+        (513, "", "persistent"), (1, ",W4", "dequant_gemv"), (9, ",W4", "dequant_padded_tiles"),
+        (4096, ",W4", "dequant_padded_tiles"), (8, ",FP8", "fp8_gemv"), (9, ",FP8", "fp8_padded_tiles"),
+        (4096, ",FP8", "fp8_padded_tiles"),
     ],
 )  # fmt: skip
-def test_auto_follows_the_number_of_tokens(tokens: int, bits: int, expected: str) -> None:
+def test_auto_follows_the_number_of_tokens(tokens: int, stored: str, expected: str) -> None:
     auto = OP.variants["auto"]
     assert auto.chosen is not None
-    axes = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B" + (",W4" if bits else "")], "T": tokens}
+    axes = {**CONTRACT.benchmarks[f"T=1,Qwen3-30B-A3B{stored}"], "T": tokens}
     assert auto.chosen(axes, auto.default[""], TARGETS["sm_90"]).name == expected
 
 

@@ -190,6 +190,15 @@ def test_so_does_a_quantized_mixture_of_experts(kind: Kind, variant: str, tmp_pa
     assert_peak(small, large, {"moe_mlp": variant})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["torch", "auto"])
+def test_so_does_a_mixture_of_experts_in_e4m3_blocks(variant: str, tmp_path: Path) -> None:
+    kind = eight_bits.Kind("fp8", "float", "block")
+    small, _ = eight_bits.write_models(tmp_path, kind, **MIXTURE | {"moe_intermediate_size": 128})
+    large = write_wide(tmp_path / "large", eight_bits.settings(kind), eight_bit_parts(kind), experts=16)
+    assert_peak(small, large, {"moe_mlp": variant})
+
+
 def test_no_more_than_one_shape_is_held_in_two_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized, _ = write_models(tmp_path, Kind("gptq", 4, 32), num_hidden_layers=3)
     alive: list[int] = []
