@@ -230,8 +230,11 @@ def logits(model: PreNormModel) -> torch.Tensor:
     return torch.cat(Driver(model, sequences, torch.float32).run(in_chunks([11, 5], 4)))
 
 
-def test_another_kernel_computes_the_same_experts(write_checkpoint: WriteCheckpoint) -> None:
-    directory = write_checkpoint({name: 0.3 * one for name, one in mixture_tensors(SMALL).items()}, **MIXTURE)
+@pytest.mark.parametrize("architecture", [QWEN3, GPT_OSS])
+def test_another_kernel_computes_the_same_experts(architecture: str, write_checkpoint: WriteCheckpoint) -> None:
+    fields = {**MIXTURE, "architectures": [architecture]}
+    tensors = {name: 0.3 * one for name, one in mixture_tensors({**SMALL, **fields}).items()}
+    directory = write_checkpoint(tensors, **fields)
     model = load(directory, torch.float32)
     assert isinstance(model, PreNormModel)
     limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=16, num_blocks=32)
