@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -105,7 +105,7 @@ class LinearReader:
             if shape.stacked:
                 return self._turned(shape)
             return self._dense_weight(shape, 0, parts).view(experts, -1, shape.inputs)
-        weights: Iterable[Any]
+        weights: Any  # of one class
         if shape.stacked:
             weights = self._experts_of_one(self.quantization, shape)
         else:

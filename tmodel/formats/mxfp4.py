@@ -103,5 +103,5 @@ class MXFP4(BaseModel):
 def _decoded(blocks: torch.Tensor, exponents: torch.Tensor) -> QuantizedWeight:
     """An expert's weight of bytes [N, K / 2] and exponents [N, K / 32]."""
     words = blocks.contiguous().view(torch.int32)  # [N, K / 8], the first code in the lowest bits
-    scales = torch.ldexp(torch.ones((), device=blocks.device), exponents.int() - _BIAS)  # [N, K / 32] float32
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - _BIAS)  # [N, K / 32]
     return QuantizedWeight(words.t().contiguous(), scales.t().contiguous(), None, 4, _BLOCK, e2m1=True)

@@ -123,11 +123,12 @@ VARIANT = Variant(
     configs=CONFIGS,
     workspace=workspace,
     supports=supports,
-    # By reasoning, not measured: 128 deep is a block, and a line of 128 bytes for each row of codes. One default for
-    # every T, or a row's bits would depend on the batch. Interpreted, tiles are the smallest legal ones.
+    # By reasoning, not measured: 128 deep is a block, and a line of 128 bytes for each row of codes. Two tiles of sums
+    # are kept, a block's and the total, so that 4 warps would have 244 registers a thread on sm_90 for 128 pairs. One
+    # default for every T, or a row's bits would depend on the batch. Interpreted, tiles are the smallest legal ones.
     default={
         "": Config(BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=3),
-        "sm_90": Config(BLOCK_N=64, BLOCK_K=128, num_warps=4, num_stages=4),
+        "sm_90": Config(BLOCK_N=64, BLOCK_K=128, num_warps=8, num_stages=4),
         "sm_120": Config(BLOCK_N=64, BLOCK_K=64, num_warps=8, num_stages=3),
         "gfx942": Config(BLOCK_N=64, BLOCK_K=64, num_warps=4, num_stages=2),
         "interpreter": Config(BLOCK_N=32, BLOCK_K=64, num_warps=4, num_stages=2),
