@@ -43,10 +43,10 @@ def coding_of(weight: Weight, prefix: str = "") -> dict[str, Value]:
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 
 
-BITS = Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
+BITS = Choice("bits", (8, 8, 8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
 CODING = Choice(
     "coding",
-    ("uniform", "uniform", "e2m1", "e4m3", "e4m3"),
+    ("uniform", "e4m3", "e2m1", "e4m3"),
     "what codes are: integers, floats of 4 bits, or floats of 8 with a scale for each block of 128 x 128",
 )
 ORDER = Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it")
