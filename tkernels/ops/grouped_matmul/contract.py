@@ -1,6 +1,7 @@
 """grouped_matmul: each pair of token and choice multiplies its token's row with the weight of its expert."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
 from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
-from tkernels.quantized.weight import dequantize
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 
 Weight = torch.Tensor | StackedWeight
 
@@ -129,13 +130,26 @@ def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
     return dequantize(weight.expert(expert), dtype) if isinstance(weight, StackedWeight) else weight[expert]
 
 
+_DRAWN_EXPERTS = 8
+"""Experts that codes are drawn for; those of 128 would take a core half a minute."""
+
+
+def _turned(weight: QuantizedWeight, turns: int) -> QuantizedWeight:
+    """A further expert's weight: the same outputs, each so many places on."""
+    if not turns:
+        return weight
+    by_output: dict[str, Any] = {name: part for name, part in weight.own_parts() if name != "permutation"}
+    return replace(weight, **{name: part.roll(turns, -1) for name, part in by_output.items()})
+
+
 def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
     experts, outputs, inputs = shape
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
     plain = {"bits": axes["bits"], "weight": axes["weight"], "coding": "uniform", "sparse": False}
     point = {"N": outputs, "K": inputs, **plain, **own}
-    weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
+    drawn = [draw_weight(point, draws) for _ in range(min(experts, _DRAWN_EXPERTS))]
+    weight = stack([_turned(drawn[e % len(drawn)], e // len(drawn)) for e in range(experts)], experts)
     if axes["order"] == "interleaved":
         weight = interleaved_experts(weight)
     # Another padding for each part: one's stride taken for another's, which is as wide, must show.
