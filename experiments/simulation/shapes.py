@@ -118,7 +118,7 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
         state_interval=state_interval(config),
         window=cache_window(config),
         layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
-        expert_weights=sum(sum(one.outputs) * one.inputs for one in config.linears() if one.num_experts),
+        expert_weights=sum(one.num_weights for one in config.linears() if one.num_experts),
         chosen=fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tkernels.ops.grouped_matmul._argument import coding_of
 from tkernels.ops.grouped_matmul.contract import CONTRACT
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.stacked import dequantize_experts, interleaved_experts, stack
+from tkernels.quantized.weight import from_codes
 from tkernels.verification.check import drawn_results
 
 OP = OPS["grouped_matmul"]
@@ -79,9 +81,10 @@ def test_no_tokens_are_no_result(variant: str) -> None:
     assert out.shape == (0, 8)
 
 
+@pytest.mark.parametrize("kind", [{}, {"coding": "e2m1", "symmetric": True}], ids=["uniform", "e2m1"])
 @pytest.mark.parametrize("variant", ["dequant_padded_tiles", "dequant_gemv"])
-def test_codes_of_each_expert_are_its_own(variant: str) -> None:
-    weight = interleaved_experts(stack([drawn(seed) for seed in range(3)], 3))
+def test_codes_of_each_expert_are_its_own(variant: str, kind: dict[str, Any]) -> None:
+    weight = interleaved_experts(stack([drawn(seed, **kind) for seed in range(3)], 3))
     rows, x = [[1, 0], [2, 1], [-1, 2]], torch.randn((3, 64), generator=torch.Generator().manual_seed(2))
     out = call(variant, x, weight, rows)
     for pair, expected in enumerate(by_pairs(x, dequantize_experts(weight), rows)):
@@ -112,8 +115,12 @@ def test_what_does_not_fit_is_refused() -> None:
 
 def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
     codes = stack([drawn(seed, bits=3, permuted=True, K=72, padding=24) for seed in range(2)], 2)
-    expected = {"bits": 3, "group_size": 32, "padding": 24, "symmetric": False, "permuted": True, "order": "sequential"}
-    assert coding_of(codes) == expected
+    assert coding_of(codes) == {
+        "bits": 3, "coding": "uniform", "group_size": 32, "padding": 24, "symmetric": False, "permuted": True,
+        "order": "sequential",
+    }  # fmt: skip
+    floats = stack([drawn(seed, symmetric=True, coding="e2m1") for seed in range(2)], 2)
+    assert (coding_of(floats)["bits"], coding_of(floats)["coding"]) == (4, "e2m1")
     assert coding_of(torch.zeros(1))["bits"] == 0
 
 
@@ -136,6 +143,18 @@ def test_bytes_are_those_of_the_distinct_experts() -> None:
     distinct = [int(case.inputs["experts"].unique().numel()) for case in (alike, spread)]
     assert spread.bytes_moved - alike.bytes_moved == (distinct[1] - distinct[0]) * 16 * 32 * 2
     assert alike.flops == spread.flops == 2 * 64 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", ["dequant_padded_tiles", "dequant_gemv"])
+def test_every_e2m1_code_in_every_place_has_its_value(variant: str, dtype: torch.dtype) -> None:
+    """Rows of the unit matrix read the weight out: each output has the 16 codes at every place of a word."""
+    codes = (torch.arange(32)[:, None] + torch.arange(16)[None, :]) % 16  # [places, outputs]
+    scales = torch.tensor([[2.0**exponent for exponent in range(-8, 8)]], dtype=dtype)
+    weight = stack([replace(from_codes(codes, 4, scales=scales), e2m1=True)], 1)
+    out = call(variant, torch.eye(32, dtype=dtype), interleaved_experts(weight), [[0]] * 32)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    assert torch.equal(out.double(), values[codes] * scales.double())
 
 
 FAULTS = {

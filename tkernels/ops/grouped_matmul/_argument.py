@@ -20,28 +20,31 @@ def coding_of(weight: torch.Tensor | StackedWeight, prefix: str = "") -> dict[st
 
     prefix: See ExpertWeights.
     """
+    shared: dict[str, Value] = {"bits": DENSE_BITS, "coding": "uniform", "order": "interleaved"}
     own: dict[str, Value] = {"group_size": 0, "padding": 0, "symmetric": True, "permuted": False}
     if not isinstance(weight, StackedWeight):
-        return {"bits": DENSE_BITS, "order": "interleaved", **{f"{prefix}{name}": value for name, value in own.items()}}
+        return {**shared, **{f"{prefix}{name}": value for name, value in own.items()}}
+    shared = {"bits": weight.bits, "coding": weight.coding, "order": weight.order}
     own = {
         "group_size": weight.group_size,
         "padding": weight.places - weight.inputs,
         "symmetric": weight.symmetric,
         "permuted": weight.permutation is not None,
     }
-    return {"bits": weight.bits, "order": weight.order, **{f"{prefix}{name}": value for name, value in own.items()}}
+    return {**shared, **{f"{prefix}{name}": value for name, value in own.items()}}
 
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 
 
 BITS = Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
+CODING = Choice("coding", ("uniform", "uniform", "e2m1"), "what codes are: integers, or floats of 4 bits")
 ORDER = Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it")
 """Axes that all weights of a call share. Values that are listed again are likelier draws."""
 
 
 def coding_axes(inputs: Int, prefix: str = "") -> tuple[Axis, ...]:
-    """The axes of `coding_of` but BITS and ORDER, beside that of a weight's inputs."""
+    """The axes of `coding_of` but BITS, CODING and ORDER, beside that of a weight's inputs."""
     places = {size + padding for size in inputs.draws for padding in _PADDINGS}
     group_sizes = tuple(sorted({0, 16, 32, *(count for count in places if count % 4 == 0)}))
     return (
@@ -71,6 +74,8 @@ def coding_rules(inputs: str, prefix: str = "") -> tuple[Constraint, ...]:
             f"{group_size} == 0 or ({inputs} + {padding}) % {group_size} == 0",
             f"bits or {symmetric}",
             "bits or order == 'interleaved'",
+            "coding == 'uniform' or bits == 4",
+            f"coding == 'uniform' or {symmetric}",
         )
     )
 
@@ -80,7 +85,8 @@ class ExpertWeights:
     """The rule for experts' weights of `dims` (three of a contract's): binds these, the axes of `coding_of`, and
     `<name>_aligned`: whether all rows of their parts begin on 16 bytes.
 
-    prefix: Before the names of those axes in which the weights of a call may differ: all but `bits` and `order`.
+    prefix: Before the names of those axes in which the weights of a call may differ: all but `bits`, `coding` and
+        `order`.
     """
 
     dims: str

@@ -14,6 +14,7 @@ from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul._argument import (
     BITS,
+    CODING,
     DENSE_BITS,
     ORDER,
     ExpertsOfRows,
@@ -146,8 +147,8 @@ def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], p
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
     experts, outputs, inputs = shape
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
-    plain = {"bits": axes["bits"], "weight": axes["weight"], "coding": "uniform", "sparse": False}
-    point = {"N": outputs, "K": inputs, **plain, **own}
+    shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
+    point = {"N": outputs, "K": inputs, **shared, **own}
     drawn = [draw_weight(point, draws) for _ in range(min(experts, _DRAWN_EXPERTS))]
     weight = stack([_turned(drawn[e % len(drawn)], e // len(drawn)) for e in range(experts)], experts)
     if axes["order"] == "interleaved":
@@ -247,23 +248,34 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
         "tile": tile,
     }
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
-    point |= {"bits": bits, "group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+    point |= {
+        "bits": bits,
+        "coding": "uniform",
+        "group_size": 128 if bits else 0,
+        "padding": 0,
+        "symmetric": True,
+        "permuted": False,
+    }
     dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
     return point | dtypes | {"bias": False, "combine": down, "routing": "uniform", "dropped": False}
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
-    points = {}
+    """What is compiled ahead of time is the last one."""
+    qwen3, ways = SERVED_MIXTURES["Qwen3-30B-A3B"], {"down": True, "up": False}
+    rare: dict[str, dict[str, Value]] = {"W3,permuted": {"bits": 3, "permuted": True}, "W8": {"bits": 8}}
+    points = {f"T=64,Qwen3-30B-A3B,up,{name}": _benchmark(64, qwen3, False, 4) | more for name, more in rare.items()}
+    floats: dict[str, Value] = {"coding": "e2m1", "group_size": 32, "bias": True}
     for tokens in (1, 8, 64, 512, 4096):
-        for bits in (4, DENSE_BITS):
-            for name, sizes in SERVED_MIXTURES.items():
-                if name != "Qwen3-30B-A3B" and (bits or tokens == 8):
-                    continue
-                for down in (True, False):
-                    title = f"T={tokens},{name},{'down' if down else 'up'}" + (f",W{bits}" if bits else "")
-                    points[title] = _benchmark(tokens, sizes, down, bits)
-    last = next(reversed([name for name in points if "Qwen3" in name]))
-    return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
+        if tokens != 8:
+            for way, down in ways.items():
+                published = _benchmark(tokens, SERVED_MIXTURES["gpt-oss-20b"], down, 4) | floats
+                points[f"T={tokens},gpt-oss-20b,{way},MXFP4"] = published
+                points[f"T={tokens},Mixtral-8x7B,{way}"] = _benchmark(tokens, SERVED_MIXTURES["Mixtral-8x7B"], down)
+        for bits, name in ((4, ",W4"), (DENSE_BITS, "")):
+            for way, down in ways.items():
+                points[f"T={tokens},Qwen3-30B-A3B,{way}{name}"] = _benchmark(tokens, qwen3, down, bits)
+    return points
 
 
 CONTRACT = Contract(
@@ -278,6 +290,7 @@ CONTRACT = Contract(
         Choice("per_pair", (False, True), "whether x has a row for each pair, not for each token"),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
+        CODING,
         *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
         ORDER,
         dtype_axis("activation"),
@@ -318,8 +331,9 @@ CONTRACT = Contract(
     default="auto",
     benchmarks=_benchmarks(),
     inspected={
-        **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},
-        "permuted": {"permuted": True},
+        "bits3": {"bits": 3},
+        "bits8": {"bits": 8},
+        "e2m1": {"coding": "e2m1"},
     },
     loaded={"order": ORDERS[0]},
     batching=Batching(_count, _take, _part),

@@ -10,7 +10,15 @@ from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Out
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.experts import ROUTINGS, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul import contract as grouped_matmul
-from tkernels.ops.grouped_matmul._argument import BITS, DENSE_BITS, ORDER, ExpertWeights, coding_axes, coding_rules
+from tkernels.ops.grouped_matmul._argument import (
+    BITS,
+    CODING,
+    DENSE_BITS,
+    ORDER,
+    ExpertWeights,
+    coding_axes,
+    coding_rules,
+)
 from tkernels.ops.grouped_matmul.contract import TOKEN_CLASSES, Weight, draw_experts_weight
 from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
@@ -133,12 +141,12 @@ def flops(case: Case) -> int:
     return 6 * int((case.inputs["experts"] >= 0).sum()) * int(hidden) * int(width)
 
 
-def _benchmark(tokens: int, sizes: tuple[int, int, int, int], bits: int) -> dict[str, Value]:
+def _benchmark(tokens: int, sizes: tuple[int, int, int, int], bits: int, group_size: int = 0) -> dict[str, Value]:
     experts, top_k, hidden, width = sizes
     point: dict[str, Value] = {"T": tokens, "K": top_k, "E": experts, "H": hidden, "I": width}
-    point["bits"] = bits
+    point |= {"bits": bits, "coding": "uniform"}
     for prefix in ("gate_up_", "down_"):
-        coding = {"group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+        coding = {"group_size": group_size, "padding": 0, "symmetric": True, "permuted": False}
         point |= {f"{prefix}{name}": value for name, value in coding.items()}
     dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
     plain: dict[str, Value] = {"gate_up_bias": False, "down_bias": False, "limit": 0}
@@ -149,11 +157,15 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
     """What is compiled ahead of time is the last one."""
     dense = {
         "Mixtral-8x7B": (1, 16, 256, 4096),
-        "gpt-oss-20b": (1, 16, 256, 4096),
         "Qwen3-30B-A3B": (1, 8, 64, 512, 4096, 32768),
     }
+    published: dict[str, Value] = {"coding": "e2m1", "gate_up_bias": True, "down_bias": True, "limit": 7}
     points = {
-        f"T={tokens},Qwen3-30B-A3B,W4": _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], 4)
+        f"T={tokens},gpt-oss-20b,MXFP4": _benchmark(tokens, SERVED_MIXTURES["gpt-oss-20b"], 4, 32) | published
+        for tokens in (1, 16, 256, 4096)
+    }
+    points |= {
+        f"T={tokens},Qwen3-30B-A3B,W4": _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], 4, 128)
         for tokens in (1, 8, 64, 512, 4096)
     }
     return points | {
@@ -172,6 +184,7 @@ CONTRACT = Contract(
         Int("K", 1, 64, (1, 2, 4), "experts of a token"),
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         BITS,
+        CODING,
         *coding_axes(Int("H", 1, 2**24, (8, 64, 37, 72), "hidden size", wide=(136,)), "gate_up_"),
         *coding_axes(Int("I", 1, 2**23, (8, 32, 37, 40), "intermediate size of an expert", wide=(72,)), "down_"),
         ORDER,
@@ -208,6 +221,7 @@ CONTRACT = Contract(
     flops=flops,
     default="auto",
     benchmarks=_benchmarks(),
+    inspected={"e2m1": {"coding": "e2m1"}},
     loaded={"order": ORDERS[0]},
     batching=row_batching("x", "experts", "weights"),
     work="gemm",

@@ -32,9 +32,9 @@ def moe_mlp_dequant_gemv(
     activated_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, experts_ptr,
     stride_activated_p, stride_x_t, stride_packed_e, stride_packed_w, stride_high_e, stride_high_w, stride_scales_e,
     stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e, stride_bias_e, stride_experts_t, width,
-    words, top_k, exponent, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr, WARPS: tl.constexpr,
-    BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+    words, top_k, exponent, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
+    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr,
+    WARPS: tl.constexpr, BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)  # T K * stride can pass 2**31
     token = pair // top_k
@@ -45,14 +45,14 @@ def moe_mlp_dequant_gemv(
         gate = row_times_codes(
             x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
             stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
-            stride_permutation_e, expert, first_n, width, words, exponent, BITS, GROUP_WORDS, ONE_GROUP, PAIRS, WHOLE,
-            NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
+            stride_permutation_e, expert, first_n, width, words, exponent, BITS, E2M1, GROUP_WORDS, ONE_GROUP, PAIRS,
+            WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
         )  # fmt: skip
         up = row_times_codes(
             x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
             stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
-            stride_permutation_e, expert, width + first_n, 2 * width, words, exponent, BITS, GROUP_WORDS, ONE_GROUP,
-            PAIRS, WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
+            stride_permutation_e, expert, width + first_n, 2 * width, words, exponent, BITS, E2M1, GROUP_WORDS,
+            ONE_GROUP, PAIRS, WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
         )  # fmt: skip
         offs_n = first_n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < width

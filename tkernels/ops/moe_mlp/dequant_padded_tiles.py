@@ -46,7 +46,7 @@ def moe_mlp_dequant_padded_tiles(
     activated_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, order_ptr, starts_ptr,
     tile_expert_ptr, tile_start_ptr, stride_activated_p, stride_x_t, stride_packed_e, stride_packed_w, stride_high_e,
     stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e,
-    stride_bias_e, width, places, top_k, magic, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr,
+    stride_bias_e, width, places, top_k, magic, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
     GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -61,13 +61,13 @@ def moe_mlp_dequant_padded_tiles(
             x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
             stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
             stride_zeros_w, stride_permutation_e, expert, offs_n, mask_n, places, magic, x_ptr.dtype.element_ty, BITS,
-            GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            E2M1, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         up = expert_code_sums(
             x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
             stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
             stride_zeros_w, stride_permutation_e, expert, width + offs_n, mask_n, places, magic,
-            x_ptr.dtype.element_ty, BITS, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr.dtype.element_ty, BITS, E2M1, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         out = activated(
             gate, up, bias_ptr, stride_bias_e, expert, offs_n[None, :], mask_n[None, :], width, limit, CLAMPED
