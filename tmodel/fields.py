@@ -85,13 +85,16 @@ class RotaryConfig(HuggingFaceConfig):
     """
 
     default_rope_theta: ClassVar[float] = 10000.0
+    default_rope: ClassVar[Mapping[str, Any]] = {}
 
     rope_parameters: RopeParameters
 
     @model_validator(mode="before")
     @classmethod
     def _read_rope(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return {**raw, "rope_parameters": _parse_rope(raw, cls.default_rope_theta)}
+        given = any(raw.get(name) not in (None, {}) for name in _ROPE_MAPPINGS)
+        spelled = raw if given else {**raw, "rope_parameters": cls.default_rope}
+        return {**raw, "rope_parameters": _parse_rope(spelled, cls.default_rope_theta)}
 
     def whole_head_rope(self, head_dim: int) -> Rope:
         """The rotation of all dims of a head.
@@ -110,6 +113,7 @@ class RotaryConfig(HuggingFaceConfig):
         return Rope(head_dim, self.rope_parameters)
 
 
+_ROPE_MAPPINGS = ("rope_scaling", "rope_parameters")
 _ROPE_KEYS_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Keys that a config.json may have beside the mapping of rotary parameters."""
 
@@ -144,7 +148,7 @@ def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
 
 def _rope_mapping(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The mapping of rotary parameters, and the name that it has; an empty one where there is none."""
-    given = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name) not in (None, {})}
+    given = {name: raw[name] for name in _ROPE_MAPPINGS if raw.get(name) not in (None, {})}
     for name, mapping in given.items():
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{name} must be a mapping, got {mapping!r}")

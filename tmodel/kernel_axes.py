@@ -6,6 +6,7 @@ the widest ops: what a composed fusion is made of follows from them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
+from tkernels.quantized.row_codes import BLOCK
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
-from tmodel.formats.base import Scheme
+from tmodel.formats.base import ScaledScheme, Scheme
 from tmodel.json_files import ConfigError
 from tmodel.quantization import LinearShape, Quantization, coding_axes, fuses_gelu, fuses_swiglu
 
@@ -58,8 +60,8 @@ def _engine_axes(config: ModelConfig, limits: Limits) -> Axes:
     }
 
 
-def attention_axes(config: ModelConfig, limits: Limits) -> Axes:
-    """Paged attention in the heads and windows of `config`."""
+def attention_axes(config: ModelConfig, limits: Limits, *, sinks: bool = False) -> Axes:
+    """Paged attention in the heads and windows of `config`, with sinks or without."""
     windows = [window or 0 for window in config.windows]
     attention: AxisRanges = {
         "Hq": config.num_heads,
@@ -72,6 +74,7 @@ def attention_axes(config: ModelConfig, limits: Limits) -> Axes:
         "N": (1, _table_width(limits)),
         "window": (min(windows), max(windows)),
         "return_lse": False,
+        "sinks": sinks,
         **_cache_axes(config),
     }
     groups: AxisRanges = {"G": (1, limits.max_num_seqs)}
@@ -171,7 +174,7 @@ def linear_axes(linears: Sequence[LinearShape], quantization: Quantization | Non
 
 def experts_axes(
     mixtures: Iterable[tuple[LinearShape, LinearShape]], quantization: Quantization | None, limits: Limits,
-    *, top_k: int, normalize: bool,
+    *, top_k: int, normalize: bool, limit: float | None,
 ) -> Axes:  # fmt: skip
     """What routes tokens to experts, and computes these.
 
@@ -181,14 +184,15 @@ def experts_axes(
         limits: The most that a model is asked for.
         top_k: K, experts of a token.
         normalize: Whether what a token's experts count adds up to 1.
+        limit: Of SwiGLU's clamped form; None is the other form.
     """
     tokens = (1, limits.max_num_tokens)
     ways: list[AxisRanges] = []
     for gate_up, down in mixtures:
         sizes = {"E": down.num_experts, "H": gate_up.inputs, "I": down.inputs}
         axes: AxisRanges = {
-            "T": tokens, "K": top_k, **sizes, "gate_up_bias": False, "down_bias": False, "limit": 0,
-            **_experts_coding(gate_up, down, quantization),
+            "T": tokens, "K": top_k, **sizes, "gate_up_bias": gate_up.bias, "down_bias": down.bias,
+            "limit": math.ceil(limit or 0), **_experts_coding(gate_up, down, quantization),
         }  # fmt: skip
         if axes not in ways:
             ways.append(axes)
@@ -201,17 +205,22 @@ def experts_axes(
 
 
 def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quantization | None) -> AxisRanges:
-    """How experts' weights are stored; ConfigError where it is in codes of other bits for some than for others."""
+    """How experts' weights are stored; ConfigError where it is in other codes for some than for others."""
     found: dict[str, Any] = {}
     for name, shape in {"gate_up": gate_up, "down": down}.items():
         scheme = None if quantization is None else quantization.scheme(shape.names[0])
-        dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
-        axes = dict(coding_axes(scheme, shape.inputs) if isinstance(scheme, Scheme) else dense)
+        axes: dict[str, Any] = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
+        coding = "uniform"
+        if isinstance(scheme, Scheme):
+            axes, coding = dict(coding_axes(scheme, shape.inputs)), scheme.coding
+        elif isinstance(scheme, ScaledScheme):
+            axes |= {"bits": 8, "group_size": BLOCK}
+            coding = "e4m3"
         bits = axes.pop("bits")
-        if found.setdefault("bits", bits) != bits:
+        if (found.setdefault("bits", bits), found.setdefault("coding", coding)) != (bits, coding):
             raise ConfigError(
                 f"experts are all stored alike, but {gate_up.names[0]} is stored in {found['bits']} bits and "
-                f"{shape.names[0]} in {bits} (0: dense)"
+                f"{shape.names[0]} in {bits} (0: dense), in {found['coding']} and {coding} codes"
             )
         found |= {f"{name}_{axis}": value for axis, value in axes.items()}
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,8 @@ class _Rebinding:
     def _rebind_experts(self, part: ExpertsMLP) -> ExpertsMLP:
         moe_mlp = self.rebind(part.moe_mlp)
         old, new = preparing_variant(part.moe_mlp), preparing_variant(moe_mlp)
-        return ExpertsMLP(moe_mlp, _prepare_again(old, new, part.gate_up), _prepare_again(old, new, part.down))
+        gate_up, down = (_prepare_again(old, new, weight) for weight in (part.gate_up, part.down))
+        return replace(part, moe_mlp=moe_mlp, gate_up=gate_up, down=down)
 
 
 def _are_same(old: Any, new: Any) -> bool:

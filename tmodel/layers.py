@@ -12,6 +12,7 @@ from tkernels import KernelSet
 from tkernels.launch import Kernel
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
@@ -97,14 +98,23 @@ class ExpertsMLP:
         moe_mlp: The kernel.
         gate_up: [E, 2 I, H], dense or quantized.
         down: [E, H, I], likewise.
+        gate_up_bias: [E, 2 I], or None.
+        down_bias: [E, H], or None.
+        limit: Of gate and up, in SwiGLU's clamped form; None is the other form.
     """
 
     moe_mlp: Kernel
-    gate_up: torch.Tensor | StackedWeight
-    down: torch.Tensor | StackedWeight
+    gate_up: torch.Tensor | StackedWeight | StackedScaledWeight
+    down: torch.Tensor | StackedWeight | StackedScaledWeight
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    limit: float | None = None
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.moe_mlp(x, experts, weights, self.gate_up, self.down)
+        out: torch.Tensor = self.moe_mlp(
+            x, experts, weights, self.gate_up, self.down,
+            gate_up_bias=self.gate_up_bias, down_bias=self.down_bias, limit=self.limit,
+        )  # fmt: skip
         return out
 
 
@@ -207,7 +217,7 @@ class PagedAttention:
 
     def __call__(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
-        **scales: torch.Tensor,
+        **options: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Attends over the caches, which already hold this step's keys and values.
 
@@ -216,61 +226,61 @@ class PagedAttention:
             k_cache: [P, S, Hkv, D].
             v_cache: [P, S, Hkv, D].
             window: Tokens that a token attends to; None is all.
-            **scales: k_scale and v_scale, [Hkv] float32 each, of caches that have some.
+            **options: k_scale and v_scale, [Hkv] float32 each, of caches that have some; sinks [Hq] float32.
 
         Returns:
             [T, Hq, D]; the rows of padding are undefined.
         """
         if self._between is None:
-            return self._attend(q, k_cache, v_cache, window, scales)
+            return self._attend(q, k_cache, v_cache, window, options)
 
         def attend(batch: Batch, q: torch.Tensor) -> torch.Tensor:
             if batch is not self._bound:
                 self._bind(batch)
-            return self._attend(q, k_cache, v_cache, window, scales)
+            return self._attend(q, k_cache, v_cache, window, options)
 
         return self._between(q, v_cache.shape[3], attend)
 
     def _attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
-        scales: Mapping[str, torch.Tensor],
+        options: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         split = self.num_decodes
         if split == 0 and self.num_prefills:
-            return self._prefill(q, k_cache, v_cache, window, scales)
-        decoded = self._decode(q[:split], k_cache, v_cache, window, scales)
+            return self._prefill(q, k_cache, v_cache, window, options)
+        decoded = self._decode(q[:split], k_cache, v_cache, window, options)
         if split == q.shape[0]:
             return decoded
         # After the decode rows come prefill chunks and padding, or padding alone, which needs no launch.
         after = q[split:]
-        rest = self._prefill(after, k_cache, v_cache, window, scales) if self.num_prefills else torch.zeros_like(after)
+        rest = self._prefill(after, k_cache, v_cache, window, options) if self.num_prefills else torch.zeros_like(after)
         return torch.cat((decoded, rest))
 
     def _decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
-        scales: Mapping[str, torch.Tensor],
+        options: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         groups = self.prefix_groups
         decoded: torch.Tensor
         if groups is None:
             decoded = self.kernels.paged_decode(
                 q, k_cache, v_cache, self.decode_tables, self.context_lens, self.scale,
-                max_context_len=self.max_context_len, window=window, **scales,
+                max_context_len=self.max_context_len, window=window, **options,
             )  # fmt: skip
         else:
             decoded = self.kernels.cascade_decode(
                 q, k_cache, v_cache, self.decode_tables, self.context_lens, groups.group_starts, groups.prefix_lens,
                 self.scale, max_context_len=self.max_context_len, max_prefix_len=groups.max_prefix_len, window=window,
-                **scales,
+                **options,
             )  # fmt: skip
         return decoded
 
     def _prefill(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, window: int | None,
-        scales: Mapping[str, torch.Tensor],
+        options: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
         attended: torch.Tensor = self.kernels.paged_prefill(
             q, k_cache, v_cache, self.prefill_tables, self.cu_seqlens_q, self.prefill_context_lens, self.scale,
-            max_context_len=self.max_context_len, window=window, **scales,
+            max_context_len=self.max_context_len, window=window, **options,
         )  # fmt: skip
         return attended

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from tkernels.launch import Kernel
 from tkernels.quantized import scaled_weight, slicing
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight, stack
+from tkernels.quantized.stacked_scaled import StackedScaledWeight, stack_scaled
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tkernels.variant import Variant, as_it_is
-from tmodel.formats.base import Scheme
+from tmodel.formats.base import ExpertsFormat, ScaledScheme, Scheme
 from tmodel.layers import ExpertsMLP, GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
@@ -77,22 +78,41 @@ class LinearReader:
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
 
-    def experts(self, gate_up: LinearShape, down: LinearShape) -> ExpertsMLP:
+    def experts(self, gate_up: LinearShape, down: LinearShape, limit: float | None) -> ExpertsMLP:
         """Reads the projections of a layer's experts, each kind into one weight: x [T, H] -> [T, H].
+
+        Args:
+            gate_up: The gates and up projections.
+            down: The down projections.
+            limit: Of SwiGLU's clamped form; None is the other form.
 
         Raises:
             WeightError: As `linear`; or the experts' weights are of different structures.
         """
-        return ExpertsMLP(self.kernels.moe_mlp, self._stacked(gate_up), self._stacked(down))
+        return ExpertsMLP(
+            self.kernels.moe_mlp,
+            self._stacked(gate_up),
+            self._stacked(down),
+            self._stacked_bias(gate_up),
+            self._stacked_bias(down),
+            limit,
+        )
 
-    def _stacked(self, shape: LinearShape) -> torch.Tensor | StackedWeight:
+    def _stacked(self, shape: LinearShape) -> torch.Tensor | StackedWeight | StackedScaledWeight:
         """[E, outputs of an expert, inputs], written expert by expert."""
         experts, parts = shape.num_experts, len(shape.names)
         if self.quantization is None or self.quantization.is_dense(shape):
+            if shape.stacked:
+                return self._turned(shape)
             return self._dense_weight(shape, 0, parts).view(experts, -1, shape.inputs)
-        weights = (self._expert(self.quantization, shape, number, parts // experts) for number in range(experts))
+        weights: Any  # of one class
+        if shape.stacked:
+            weights = self._experts_of_one(self.quantization, shape)
+        else:
+            weights = (self._expert(self.quantization, shape, number, parts // experts) for number in range(experts))
+        is_scaled = isinstance(self.quantization.scheme(shape.names[0]), ScaledScheme)
         try:
-            stacked = stack(weights, experts)
+            stacked: Any = (stack_scaled if is_scaled else stack)(weights, experts)
         except ValueError as error:
             raise WeightError(f"{self.checkpoint.directory}: {shape.names[0]} and the others: {error}") from error
         variant = preparing_variant(self.kernels.moe_mlp)
@@ -100,19 +120,50 @@ class LinearReader:
         del stacked
         self.report += report
         _return_freed_memory()
-        kept: StackedWeight = made
+        kept: StackedWeight | StackedScaledWeight = made
         return kept
 
-    def _expert(self, quantization: Quantization, shape: LinearShape, number: int, parts: int) -> QuantizedWeight:
+    def _turned(self, shape: LinearShape) -> torch.Tensor:
+        """The dense [E, K, N] of a checkpoint as [E, N, K]; both are in memory meanwhile."""
+        (name,), (outputs,) = shape.names, shape.outputs
+        stored = self.checkpoint.tensor(name, (shape.num_experts, shape.inputs, outputs))
+        weight = stored.new_empty((shape.num_experts, outputs, shape.inputs))
+        for turned, one in zip(weight, stored, strict=True):
+            turned.copy_((_in_halves(one) if shape.gated else one).t())
+        del stored, one
+        _return_freed_memory()
+        return weight
+
+    def _experts_of_one(self, quantization: Quantization, shape: LinearShape) -> Iterator[QuantizedWeight]:
+        """Each expert's weight out of a tensor that holds all of them."""
+        (name,), (outputs,), reader = shape.names, shape.outputs, quantization.format
+        assert isinstance(reader, ExpertsFormat), "Quantization has seen to it"
+        if name in self.checkpoint:
+            raise self.checkpoint.error(name, "is dense, but quantization_config says that the layer is not")
+        for weight in reader.read_experts(self.checkpoint, name, shape.num_experts, outputs, shape.inputs):
+            cast = self._cast_weight(name, weight)
+            yield cast.map_tensors(_in_halves) if shape.gated else cast
+
+    def _stacked_bias(self, shape: LinearShape) -> torch.Tensor | None:
+        """[E, outputs of an expert]."""
+        if not shape.bias:
+            return None
+        (name,), (outputs,) = shape.names, shape.outputs
+        bias = self.checkpoint.tensor(f"{name}_bias", (shape.num_experts, outputs))
+        return _in_halves(bias) if shape.gated else bias
+
+    def _expert(
+        self, quantization: Quantization, shape: LinearShape, number: int, parts: int
+    ) -> QuantizedWeight | ScaledWeight:
         """Expert `number`'s weight, of so many parts."""
-        held: list[QuantizedWeight] = []
+        held: list[Any] = []
         for index in range(number * parts, (number + 1) * parts):
             weight = self._quantized(quantization, shape, index)
-            assert isinstance(weight, QuantizedWeight), "Quantization has seen to it"
-            if held and (reason := slicing.incompatible_reason(held[0], weight)):
+            assert weight is not None, "Quantization has seen to it"
+            if held and (reason := _room_of(weight).incompatible_reason(held[0], weight)):
                 raise WeightError(f"{self.checkpoint.directory}: {shape.names[index]} and its gate differ: {reason}")
             held.append(weight)
-        return slicing.concatenate(held)
+        return _join(held)
 
     def gelu(self, shape: LinearShape) -> MatmulGelu | SplitGelu:
         """Reads the projection of `shape`, with the gelu that follows: x [T, H] -> [T, I].
@@ -244,6 +295,11 @@ class LinearReader:
         return kernels.scaled_matmul, ScaledMatmul(quantize, kernels.scaled_matmul)
 
 
+def _in_halves(values: torch.Tensor) -> torch.Tensor:
+    """[..., 2 I], gates and ups in turn -> the gates, then the ups."""
+    return values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def preparing_variant(kernel: Kernel) -> Variant:
     """The variant whose `prepare` decides how a kernel's weights are kept: of a composed fusion a part's."""
     variants = [kernel.variant, *(part.variant for part in kernel.parts)]
@@ -259,9 +315,13 @@ def _fit_together(one: QuantizedWeight | ScaledWeight, other: QuantizedWeight | 
 
 def _join(weights: list[Any]) -> QuantizedWeight | ScaledWeight:
     """One weight of some that fit together."""
-    room = scaled_weight if isinstance(weights[0], ScaledWeight) else slicing
-    joined: QuantizedWeight | ScaledWeight = room.concatenate(weights)
+    joined: QuantizedWeight | ScaledWeight = _room_of(weights[0]).concatenate(weights)
     return joined
+
+
+def _room_of(weight: QuantizedWeight | ScaledWeight) -> Any:
+    """The module that joins weights of this class."""
+    return scaled_weight if isinstance(weight, ScaledWeight) else slicing
 
 
 def _return_freed_memory() -> None:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from tkernels.contract import Value
+from tkernels.quantized.weight import Coding
 from tkernels.variant import AxisRanges
 from tmodel.formats.base import QuantizationFormat, ScaledScheme, Scheme
 from tmodel.json_files import ConfigError
@@ -48,6 +49,8 @@ class LinearShape:
         gated: They are the gate and up projections of a SwiGLU.
         gelu: Which gelu follows, by the error function or by tanh; None is none.
         num_experts: The experts that they are of, one after the other; 0: of none.
+        stacked: Whether it is one linear of every expert: a dense weight is stored [E, K, N], a bias [E, N], and the
+            outputs of gate and up take turns.
         fed_by: The layer that can take the inverse of a scale of the inputs, which AWQ needs; None where none can.
     """
 
@@ -59,16 +62,27 @@ class LinearShape:
     gated: bool = False
     gelu: Literal["erf", "tanh"] | None = None
     num_experts: int = 0
+    stacked: bool = False
     fed_by: Feed | None = None
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Tensor name -> shape as it is stored, of the dense weights and biases [N]."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, outputs in zip(self.names, self.outputs, strict=True):
+            if self.stacked:
+                shapes[name] = (self.num_experts, self.inputs, outputs)
+                if self.bias:
+                    shapes[f"{name}_bias"] = (self.num_experts, outputs)
+                continue
             shapes[f"{name}.weight"] = (self.inputs, outputs) if self.transposed else (outputs, self.inputs)
             if self.bias:
                 shapes[f"{name}.bias"] = (outputs,)
         return shapes
+
+    @property
+    def num_weights(self) -> int:
+        """Of all of them."""
+        return sum(self.outputs) * self.inputs * (self.num_experts if self.stacked else 1)
 
     def title(self, start: int, stop: int) -> str:
         """The parts `start` to `stop` by the last word of their names: "q_proj+k_proj+v_proj"."""
@@ -108,13 +122,20 @@ class Quantization:
                     f"{name} is stored as {other or 'dense'}, but {first} as {scheme or 'dense'}; all experts of a "
                     "layer must be stored alike"
                 )
-        if isinstance(scheme, ScaledScheme):
+        if isinstance(scheme, ScaledScheme) and not scheme.takes_any_inputs:
             raise ConfigError(
                 f"{first}: experts whose inputs are quantized too ({scheme.codes}) are not supported; those whose "
-                "weights alone are, in 2, 3, 4 or 8 bits, are"
+                "weights alone are, in 2, 3, 4 or 8 bits, are, and float8_e4m3fn with a scale for each block of 128 x "
+                "128 and none of the inputs that is stored"
             )
-        if scheme is not None and (scheme.coding != "uniform" or scheme.sparse):
+        if isinstance(scheme, Scheme) and (scheme.coding == "lookup" or scheme.sparse):
             raise ConfigError(f"{first}: experts whose codes have a table or outliers are not supported")
+        if scheme is not None and shape.stacked != (isinstance(scheme, Scheme) and scheme.coding == "e2m1"):
+            stored = "in one tensor" if shape.stacked else "one by one"
+            raise ConfigError(
+                f"{first}: experts that are stored {stored} as {scheme} are not supported; mxfp4 is where they are in "
+                "one, the other methods where they are not"
+            )
 
     @cached_property
     def _schemes(self) -> dict[str, Scheme | ScaledScheme | None]:
@@ -144,10 +165,10 @@ class Quantization:
     @property
     def added_bytes(self) -> int:
         """The most bytes that weights take in memory beyond those in the checkpoint: zero-points, which a checkpoint
-        packs, are int16, and scales of 8-bit codes are float32.
+        packs, are int16, scales of 8-bit codes are float32, and exponents, of a byte each, are 16-bit scales.
         """
         return sum(
-            _added_bytes(scheme, outputs, shape.inputs)
+            _added_bytes(scheme, outputs, shape.inputs) * (shape.num_experts if shape.stacked else 1)
             for shape in self.linears
             for scheme, outputs in zip(self.schemes(shape), shape.outputs, strict=True)
         )
@@ -197,7 +218,9 @@ def fuses_gelu(shape: LinearShape, quantization: Quantization | None) -> bool:
 def _added_bytes(scheme: Scheme | ScaledScheme | None, outputs: int, inputs: int) -> int:
     if isinstance(scheme, ScaledScheme):
         return 4 * scheme.num_scales(outputs, inputs)
-    return 2 * outputs * scheme.num_groups(inputs) if scheme is not None and scheme.coding == "uniform" else 0
+    if scheme is None or scheme.coding == "lookup":
+        return 0
+    return (2 if scheme.coding == "uniform" else 1) * outputs * scheme.num_groups(inputs)
 
 
 def _dequant_ops(scheme: Scheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
@@ -207,12 +230,13 @@ def _dequant_ops(scheme: Scheme, sizes: AxisRanges) -> dict[str, AxisRanges]:
 
 def coding_axes(scheme: Scheme, inputs: Value | tuple[int, int]) -> dict[str, Value | tuple[int, int]]:
     """The axes of a weight that is stored in `scheme`, with `inputs` inputs."""
+    symmetric: dict[Coding, Value | tuple[int, int]] = {"uniform": (False, True), "e2m1": True, "lookup": False}
     return {
         "padding": 0,
         "bits": scheme.bits,
         "group_size": inputs if scheme.group_size == -1 else scheme.group_size,
         # Only the tensors tell these, so both values are possible.
-        "symmetric": (False, True) if scheme.coding == "uniform" else False,
+        "symmetric": symmetric[scheme.coding],
         "permuted": (False, True) if scheme.permuted else False,
     }
 

@@ -22,7 +22,7 @@ def load_both(directory: Path, device: torch.device, dtype: torch.dtype) -> tupl
         ExperimentError: It cannot load the checkpoint.
     """
     try:
-        model = load_transformers(directory, "sdpa", device, dtype)
+        model = load_transformers(directory, None, device, dtype)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ExperimentError([f"transformers cannot load {directory}: {type(error).__name__}: {reason}"]) from error

@@ -60,7 +60,7 @@ def load_models(
     page = find_block_size(None, device)
     fitted = ResolvedOptions(options, longest, page, num_blocks=max(_blocks(work, page) for work in works))
     kernels = select({}, device=device, dtype=dtype, axes=fitted.kernel_axes(config), tuning=tuning, ops=ops)
-    theirs = load_transformers(directory, "sdpa", device, dtype)
+    theirs = load_transformers(directory, None, device, dtype)
     return theirs, load_model(directory, config, kernels, device=device, dtype=dtype)
 
 

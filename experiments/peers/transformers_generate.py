@@ -16,6 +16,7 @@ import torch
 from experiments.peers.serving import PeerTask
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served, Server
+from tmodel.json_files import read_json
 
 ATTENTION = ("sdpa", "eager")
 CACHES = ("dynamic", "static")
@@ -80,7 +81,7 @@ def make_peer(task: PeerTask) -> TransformersPeer:
         model = load_transformers(task.directory, attention, task.device, task.dtype)
         return TransformersPeer(model, requests, batched, task.settings["cache"], attention)
     candidates = []
-    for attention in ATTENTION:
+    for attention in _attentions_of(task.directory):
         model = load_transformers(task.directory, attention, task.device, task.dtype)
         for cache in CACHES:
             peer = TransformersPeer(model, requests, batched, cache, attention)
@@ -101,8 +102,16 @@ def fastest(candidates: Sequence[Server]) -> int:
     return min(near, key=lambda index: statistics.median(trials[index]))
 
 
-def load_transformers(directory: Path, attention: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """transformers' model of a checkpoint, with one of its attention implementations."""
+def _attentions_of(directory: Path) -> tuple[str, ...]:
+    """Those of ATTENTION that transformers has for a checkpoint's architecture: none with sinks has sdpa."""
+    import transformers
+
+    (name,) = read_json(directory / "config.json")["architectures"]
+    return ATTENTION if getattr(transformers, name)._supports_sdpa else ("eager",)
+
+
+def load_transformers(directory: Path, attention: str | None, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of a checkpoint, with one of its attention implementations; None is its own choice."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -12,6 +12,7 @@ import torch
 from tests.tmodel.conftest import WriteCheckpoint
 from tmodel import ConfigError, known_architectures, load_config
 from tmodel.architectures.gpt2 import GPT2Config
+from tmodel.architectures.gpt_oss import GptOssConfig
 from tmodel.architectures.llama import LlamaConfig
 from tmodel.architectures.mistral import MistralConfig
 from tmodel.architectures.mixtral import MixtralConfig
@@ -22,10 +23,11 @@ from tmodel.architectures.qwen3_moe import Qwen3MoeConfig
 from tmodel.decoders.attention import GroupedQueryAttention
 from tmodel.fields import HuggingFaceConfig, RotaryConfig
 from tmodel.quantization import Feed
-from tmodel.rotary import Rope, RopeParameters
+from tmodel.rotary import ROPE_KINDS, Rope, RopeParameters
 
 CONFIGS = (
-    GPT2Config, LlamaConfig, MistralConfig, MixtralConfig, OlmoeConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig,
+    GPT2Config, GptOssConfig, LlamaConfig, MistralConfig, MixtralConfig, OlmoeConfig, Qwen2Config, Qwen3Config,
+    Qwen3MoeConfig,
 )  # fmt: skip
 GPT2 = {"architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_embd": 64, "n_layer": 2, "n_head": 4}
 
@@ -49,7 +51,9 @@ def test_every_default_is_that_of_transformers(ours: type[HuggingFaceConfig]) ->
     if issubclass(ours, RotaryConfig):
         sizes = {name: 64 for name, field in ours.model_fields.items() if field.is_required()}
         rope = ours.model_validate({**sizes, "rope_parameters": None}).rope_parameters  # type: ignore[attr-defined]
-        assert rope.rope_theta == theirs().rope_parameters["rope_theta"]
+        kinds = {kind: name for name, kind in ROPE_KINDS.items()}
+        given = {"rope_type": kinds[type(rope)], **rope.model_dump(exclude_unset=True)}
+        assert given == theirs().rope_parameters
 
 
 def test_a_gpt2_of_sizes_alone_is_a_decoder_with_scaled_scores(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tmodel.loading import parse_config
 from tmodel.random_weights import num_parameters
 
 QWEN3, MIXTRAL, OLMOE = "Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM"
+GPT_OSS = "GptOssForCausalLM"
 LIMITS = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=8, num_blocks=32)
 
 
@@ -34,7 +35,7 @@ def of(architecture: str, **fields: Any) -> dict[str, Any]:
     return {**SMALL, "architectures": [architecture], **heads, **fields}
 
 
-@pytest.mark.parametrize("architecture", [QWEN3, MIXTRAL, OLMOE])
+@pytest.mark.parametrize("architecture", [QWEN3, MIXTRAL, OLMOE, GPT_OSS])
 def test_the_number_of_experts_has_two_names(architecture: str) -> None:
     one = parse_config(of(architecture))
     raw = of(architecture, num_local_experts=4)
@@ -156,7 +157,7 @@ def coded(name: str, bits: int, group_size: int, *, permuted: Any = False) -> di
     """What says how a weight is stored; only the tensors tell whether zero-points are kept."""
     symmetric = (False, True) if bits else True
     axes = {"padding": 0, "group_size": group_size, "symmetric": symmetric, "permuted": permuted}
-    return {"bits": bits, **{f"{name}_{axis}": value for axis, value in axes.items()}}
+    return {"bits": bits, "coding": "uniform", **{f"{name}_{axis}": value for axis, value in axes.items()}}
 
 
 def test_what_a_mixture_calls() -> None:
@@ -196,13 +197,44 @@ def test_what_a_quantized_mixture_calls(write_checkpoint: WriteCheckpoint) -> No
     assert axes["matmul"]["N"] == (4, 40)  # type: ignore[call-overload]
 
 
+def test_what_gpt_oss_calls() -> None:
+    axes = kernel_axes(parse_config(of(GPT_OSS, sliding_window=9, swiglu_limit=6.5)), LIMITS)
+    biased = {"gate_up_bias": True, "down_bias": True, "limit": 7}
+    assert axes["route"] == ROUTE
+    assert axes["moe_mlp"] == {**SIZES, **biased, "H": 16, "I": 24, **coded("gate_up", 0, 0), **coded("down", 0, 0)}
+    for op in ("paged_decode", "paged_prefill"):
+        assert axes[op]["sinks"] is True  # type: ignore[call-overload]
+        assert axes[op]["window"] == (0, 9)  # type: ignore[call-overload]
+    assert axes["matmul"]["bias"] == (False, True)  # type: ignore[call-overload]  # the head has none
+
+
+def test_gates_and_ups_of_one_tensor_are_put_apart(write_checkpoint: WriteCheckpoint) -> None:
+    fields = {**MIXTURE, "architectures": [GPT_OSS]}
+    tensors = mixture_tensors({**SMALL, **fields})
+    model = load(write_checkpoint(tensors, **fields), torch.float32)
+    assert isinstance(model, PreNormModel)
+    mlp = model.layers[1].mlp
+    assert isinstance(mlp, ExpertsLayer)
+    experts = mlp.experts
+    stored, bias = tensors[f"{EXPERT}.gate_up_proj"], tensors[f"{EXPERT}.gate_up_proj_bias"]  # [E, K, 2 I], [E, 2 I]
+    gates_ups = torch.cat((stored[:, :, ::2], stored[:, :, 1::2]), dim=2)
+    assert torch.equal(experts.gate_up, gates_ups.transpose(1, 2))  # type: ignore[arg-type]
+    assert torch.equal(experts.down, tensors[f"{EXPERT}.down_proj"].transpose(1, 2))  # type: ignore[arg-type]
+    assert torch.equal(experts.gate_up_bias, torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1))  # type: ignore[arg-type]
+    assert torch.equal(experts.down_bias, tensors[f"{EXPERT}.down_proj_bias"])  # type: ignore[arg-type]
+    assert experts.limit == 7.0
+
+
 def logits(model: PreNormModel) -> torch.Tensor:
     sequences = [torch.arange(11), torch.arange(20, 25)]
     return torch.cat(Driver(model, sequences, torch.float32).run(in_chunks([11, 5], 4)))
 
 
-def test_another_kernel_computes_the_same_experts(write_checkpoint: WriteCheckpoint) -> None:
-    directory = write_checkpoint({name: 0.3 * one for name, one in mixture_tensors(SMALL).items()}, **MIXTURE)
+@pytest.mark.parametrize("architecture", [QWEN3, GPT_OSS])
+def test_another_kernel_computes_the_same_experts(architecture: str, write_checkpoint: WriteCheckpoint) -> None:
+    fields = {**MIXTURE, "architectures": [architecture]}
+    tensors = {name: 0.3 * one for name, one in mixture_tensors({**SMALL, **fields}).items()}
+    directory = write_checkpoint(tensors, **fields)
     model = load(directory, torch.float32)
     assert isinstance(model, PreNormModel)
     limits = Limits(max_num_tokens=64, max_num_seqs=4, max_model_len=60, block_size=16, num_blocks=32)

@@ -63,6 +63,7 @@ FOUR, EIGHT, SIXTEEN, ALL = (  # E, K
     {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": 24}
     for experts, top_k in ((4, 2), (8, 2), (16, 4), (8, 8))
 )
+GPT_OSS = {"intermediate_size": 24, "sliding_window": 9}
 OLMOE = {"head_dim": ..., "eos_token_id": None, "heads": (3, 1)}
 
 
@@ -150,6 +151,19 @@ SHAPES = (
             **OLMOE, **SIXTEEN, "norm_topk_prob": True,
             "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
         },
+    ),
+    *shapes(
+        "GptOssForCausalLM",
+        eight_two_yarn={**GPT_OSS, **EIGHT, "rope_parameters": {**YARN, "truncate": False}},
+        four_two_tied_no_bias={
+            **GPT_OSS, **FOUR, "tie_word_embeddings": True, "attention_bias": False, "heads": (4, 1),
+        },
+        sixteen_four_windows_by_type={
+            **GPT_OSS, **SIXTEEN, "sliding_window": 17, "layer_types": ["full_attention", "sliding_attention"],
+        },
+        all_eight_low_limit_head_dim_80={**GPT_OSS, **ALL, "swiglu_limit": 1.5, "heads": (3, 3), "head_dim": 80},
+        sharded={**GPT_OSS, **FOUR, "num_hidden_layers": 3, "heads": (8, 2)},
+        one_of_four={**GPT_OSS, **FOUR, "num_experts_per_tok": 1, "sliding_window": 1},
     ),
 )  # fmt: skip
 """Of every architecture of the house, shapes that between them cover what its fields can say."""

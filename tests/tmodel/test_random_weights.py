@@ -31,6 +31,7 @@ SMALL = {
         ("Llama-3.1-8B", 8_030_261_248),
         ("Qwen3-30B-A3B", 30_532_122_624),
         ("Mixtral-8x7B", 46_702_792_704),
+        ("gpt-oss-20b", 20_914_757_184),
     ],
 )
 def test_the_sizes_are_the_published_ones(name: str, parameters: int) -> None:

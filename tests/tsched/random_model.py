@@ -56,6 +56,10 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 3, "mlp_only_layers": [1],
     },
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9},
+    "GptOssForCausalLM": {
+        "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9, "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
     "OlmoeForCausalLM": {
         "num_experts": 16, "num_experts_per_tok": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
     },
@@ -74,7 +78,7 @@ def save_random_model(directory: Path, architecture: str = QWEN3, **changes: Any
     model = new_transformers_model({"architectures": [architecture], **shape})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):  # they begin as zeros
+            if name.endswith("bias"):  # they begin as zeros
                 parameter.normal_(std=0.3)
     model.save_pretrained(directory)
 

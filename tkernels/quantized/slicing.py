@@ -119,7 +119,7 @@ def slice_inputs(weight: QuantizedWeight, start: int, stop: int) -> QuantizedWei
         permutation=None if is_plain else inputs,
         outliers=_outliers_of_inputs(weight, start, stop),
     )
-    return in_order(sliced, weight.order)
+    return in_order(replace(sliced, e2m1=weight.e2m1), weight.order)
 
 
 def _check_range(what: str, start: int, stop: int, limit: int) -> None:

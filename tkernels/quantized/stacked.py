@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
+from tkernels.quantized import scaled_weight
 from tkernels.quantized.codes import Order, codes_per_word, low_bits, reordered
 from tkernels.quantized.slicing import zeros_of
-from tkernels.quantized.weight import QuantizedWeight, dequantize
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
+from tkernels.quantized.weight import Coding, QuantizedWeight, dequantize
 
 _PARTS = ("packed", "high", "scales", "zeros", "permutation")
 
 
 @dataclass(frozen=True, eq=False)
 class StackedWeight:
-    """E QuantizedWeights of one structure, uniform codes without outliers: see there what its parts mean.
+    """E QuantizedWeights of one structure, with scales and without outliers: see there what its parts mean.
 
     Attributes:
         packed: [E, Kp / codes_per_word, N] int32.
@@ -24,7 +26,7 @@ class StackedWeight:
         zeros: [E, G, N] int16, or None.
         high: [E, Kp / 32, N] int32, or None.
         permutation: [E, Kp] int32, or None: each expert's own.
-        bits, group_size, order, inputs: Of all of them.
+        bits, group_size, order, inputs, e2m1: Of all of them.
 
     Within an expert offsets are below 2**31; from expert to expert they are not: 128 experts pass 2**31 bytes early.
 
@@ -41,6 +43,7 @@ class StackedWeight:
     high: torch.Tensor | None = None
     permutation: torch.Tensor | None = None
     inputs: int = -1
+    e2m1: bool = False
 
     def __post_init__(self) -> None:
         experts = self.packed.shape[0]
@@ -66,6 +69,7 @@ class StackedWeight:
             high=parts.get("high"),
             permutation=parts.get("permutation"),
             inputs=self.inputs,
+            e2m1=self.e2m1,
         )
 
     def parts(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,6 +88,10 @@ class StackedWeight:
     def places(self) -> int:
         """Kp, the inputs and the padding."""
         return int(self.packed.shape[1]) * codes_per_word(self.bits)
+
+    @property
+    def coding(self) -> Coding:
+        return "e2m1" if self.e2m1 else "uniform"
 
     @property
     def symmetric(self) -> bool:
@@ -106,7 +114,7 @@ class StackedWeight:
     def structure(self) -> tuple[Any, ...]:
         """What a contract looks at, hashable: all but the contents, which no check reads."""
         parts = ((name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for name, t in self.parts())
-        return (self.bits, self.group_size, self.order, self.inputs, *parts)
+        return (self.bits, self.group_size, self.order, self.inputs, self.e2m1, *parts)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -153,9 +161,9 @@ def stack(weights: Iterable[QuantizedWeight], num_experts: int) -> StackedWeight
                 parts[name][number] = _implied(name, weight) if part is None else part
         del weight, part
     assert like is not None, "there are experts"
-    bits, group_size, order, inputs = like.bits, like.group_size, like.order, like.inputs
+    alike: dict[str, Any] = {name: getattr(like, name) for name in ("bits", "group_size", "order", "inputs", "e2m1")}
     made: dict[str, Any] = {name: parts.get(name) for name in _PARTS}
-    return StackedWeight(**made, bits=bits, group_size=group_size, order=order, inputs=inputs)
+    return StackedWeight(**made, **alike)
 
 
 def _without_contents(weight: QuantizedWeight) -> QuantizedWeight:
@@ -171,9 +179,9 @@ def _implied(name: str, weight: QuantizedWeight) -> torch.Tensor:
 
 def _unlike(first: QuantizedWeight, weight: QuantizedWeight) -> str | None:
     """What keeps a weight from being stacked upon the first; None where nothing does."""
-    if weight.coding != "uniform" or weight.outliers is not None:
+    if weight.table is not None or weight.outliers is not None:
         return "codes with a table or outliers beside them are not stacked"
-    for name in ("shape", "places", "bits", "group_size", "dtype", "order"):
+    for name in ("shape", "places", "bits", "coding", "group_size", "dtype", "order"):
         mine, theirs = getattr(first, name), getattr(weight, name)
         if mine != theirs:
             return f"its {name} is {theirs}, not {mine}"
@@ -189,6 +197,15 @@ def interleaved_experts(weight: Any) -> Any:
     return replace(weight, packed=reordered(weight.packed, low_bits(weight.bits), order), high=high, order=order)
 
 
-def dequantize_experts(weight: StackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The dense weights [E, N, K] in `dtype` (the weight's own by default), rounded once."""
-    return torch.stack([dequantize(weight.expert(number), dtype) for number in range(weight.shape[0])])
+def dequantize_expert(
+    weight: StackedWeight | StackedScaledWeight, number: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """One expert's dense weight [N, K] in `dtype` (the weight's own by default; float32 of e4m3), rounded once."""
+    if isinstance(weight, StackedScaledWeight):
+        return scaled_weight.dequantize(weight.expert(number), dtype or torch.float32)
+    return dequantize(weight.expert(number), dtype)
+
+
+def dequantize_experts(weight: StackedWeight | StackedScaledWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The dense weights [E, N, K] as `dequantize_expert`'s."""
+    return torch.stack([dequantize_expert(weight, number, dtype) for number in range(weight.shape[0])])

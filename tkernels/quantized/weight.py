@@ -21,7 +21,14 @@ from tkernels.quantized.codes import (
 )
 from tkernels.quantized.outliers import Outliers
 
-Coding = Literal["uniform", "lookup"]
+Coding = Literal["uniform", "e2m1", "lookup"]
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
+"""What codes of 4 bits stand for that are floats of 2 bits of exponent and one of mantissa: sign first, no infinities.
+
+Source: Open Compute Project, Microscaling Formats (MX) Specification 1.0, 2023, section 5.3.3.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +36,7 @@ class QuantizedWeight:
     """W[n, k] for N outputs and K inputs, of which Kp places of codes, in G = Kp / group_size groups, keep the most:
 
         W[n, k] = (code[p, n] - zero[p // group_size, n]) * scale[p // group_size, n] + outlier[n, k]    uniform
+        W[n, k] = e2m1(code[p, n]) * scale[p // group_size, n] + outlier[n, k]                           e2m1
         W[n, k] = table[code[p, n], n] + outlier[n, k]                                                   lookup
 
     for the place p with permutation[p] = k; without a permutation p = k and Kp = K.
@@ -49,6 +57,7 @@ class QuantizedWeight:
             "interleaved", as the kernels here read them (see codes.py). `interleaved` and `sequential` make one of the
             other.
         inputs: K; -1 means Kp.
+        e2m1: Whether codes of 4 bits are not integers but floats: see `E2M1_VALUES`.
 
     At 4 bits and group size 128 a weight with zero-points takes 0.266 times the bytes of bf16. The two-dimensional
     parts have unit stride in the last dim.
@@ -69,6 +78,7 @@ class QuantizedWeight:
     permutation: torch.Tensor | None = None
     outliers: Outliers | None = None
     inputs: int = -1
+    e2m1: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -124,6 +134,8 @@ class QuantizedWeight:
             raise ValueError("QuantizedWeight: it needs either scales or a table")
         if self.table is not None and self.zeros is not None:
             raise ValueError("QuantizedWeight: a table's codes have no zeros")
+        if self.e2m1 and (self.bits != 4 or self.table is not None or self.zeros is not None):
+            raise ValueError("QuantizedWeight: e2m1 codes have 4 bits, scales and no zeros")
         if (self.high is not None) != (self.bits == 3):
             raise ValueError(f"QuantizedWeight: high keeps the third bits of 3-bit codes, and these have {self.bits}")
         if self.outliers is not None and self.outliers.vals.dtype != self.dtype:
@@ -155,7 +167,9 @@ class QuantizedWeight:
 
     @property
     def coding(self) -> Coding:
-        return "uniform" if self.table is None else "lookup"
+        if self.table is not None:
+            return "lookup"
+        return "e2m1" if self.e2m1 else "uniform"
 
     @property
     def symmetric(self) -> bool:
@@ -181,7 +195,7 @@ class QuantizedWeight:
     def structure(self) -> tuple[Any, ...]:
         """What a contract looks at, hashable: all but the contents, which no check reads."""
         parts = ((name, t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16) for name, t in self.parts())
-        return (self.bits, self.group_size, self.order, self.inputs, *parts)
+        return (self.bits, self.group_size, self.order, self.inputs, self.e2m1, *parts)
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -295,9 +309,13 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> tor
         dense = weight.table.to(wide).gather(0, codes.long())  # [Kp, N]
     else:
         assert weight.scales is not None
-        zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros.to(wide).unsqueeze(1)  # [G, 1, N]
         grouped = codes.unflatten(0, (-1, weight.group_size))  # [G, group_size, N]
-        dense = ((grouped.to(wide) - zeros) * weight.scales.to(wide).unsqueeze(1)).flatten(0, 1)  # [Kp, N]
+        if weight.e2m1:
+            numbers = torch.tensor(E2M1_VALUES, dtype=wide, device=weight.device)[grouped.long()]
+        else:
+            zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros.to(wide).unsqueeze(1)  # [G, 1, N]
+            numbers = grouped.to(wide) - zeros
+        dense = (numbers * weight.scales.to(wide).unsqueeze(1)).flatten(0, 1)  # [Kp, N]
     if weight.permutation is not None:
         counts = weight.permutation >= 0
         placed = torch.zeros((weight.inputs, dense.shape[1]), dtype=wide, device=weight.device)

@@ -33,6 +33,7 @@ class GroupedQueryAttention:
         output_bias: Whether the output projection has one.
         head_norm_eps: Of an RMS norm of each query and each key head, ahead of the turn; None is no norm.
         joint_norm_eps: Of an RMS norm of all query heads as one vector, and of all key heads; None is no norm.
+        sinks: Whether each query head has one more logit, which has a weight and no value (gpt-oss: OpenAI, 2025).
     """
 
     hidden_size: int
@@ -45,6 +46,11 @@ class GroupedQueryAttention:
     output_bias: bool = False
     head_norm_eps: float | None = None
     joint_norm_eps: float | None = None
+    sinks: bool = False
+
+    def beside_linears(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of what is no linear layer: the norms, and the sinks; `name` is the attention's own."""
+        return {**self.norms(name), **({f"{name}.sinks": (self.num_heads,)} if self.sinks else {})}
 
     def norms(self, name: str) -> dict[str, tuple[int, ...]]:
         """Name -> shape of the norms of queries and keys; `name` is the attention's own."""
@@ -80,7 +86,16 @@ class GroupedQueryAttention:
         scales: dict[str, torch.Tensor] = {}
         if quantization is not None and quantization.cache_dtype is not None:
             scales["k_scale"], scales["v_scale"] = read_cache_scales(checkpoint, name, self.num_kv_heads)
-        return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output), scales)
+        sinks = {"sinks": self._read_sinks(name, checkpoint)} if self.sinks else {}
+        return AttentionLayer(self, reader.linear(qkv), q_norm, k_norm, reader.linear(output), scales, sinks)
+
+    def _read_sinks(self, name: str, checkpoint: Checkpoint) -> torch.Tensor:
+        """[Hq] float32; -inf is none, and +inf would take all weight from the keys."""
+        tensor = f"{name}.sinks"
+        sinks = checkpoint.tensor(tensor, (self.num_heads,)).float()
+        if not bool((sinks < torch.inf).all()):
+            raise checkpoint.error(tensor, "has a NaN or +inf; a sink must be a number or -inf")
+        return sinks
 
 
 @cache
@@ -101,6 +116,7 @@ class AttentionLayer:
     k_norm: torch.Tensor | None  # [D], or [Hkv D]
     output: Linear | JoinedLinear  # Hq D -> H
     scales: Mapping[str, torch.Tensor]  # k_scale and v_scale, [Hkv] each, where the checkpoint has some for its cache
+    sinks: Mapping[str, torch.Tensor]  # sinks, [Hq], where heads have some
 
     def mix(
         self, hidden: torch.Tensor, step: PagedAttention, rotation: tuple[torch.Tensor, torch.Tensor],
@@ -133,4 +149,4 @@ class AttentionLayer:
             q_weight=q_norm, k_weight=k_norm, eps=shape.head_norm_eps or 0.0,
             **self.scales,
         )  # fmt: skip
-        return step(q, k_cache, v_cache, shape.window, **self.scales).flatten(1)
+        return step(q, k_cache, v_cache, shape.window, **self.scales, **self.sinks).flatten(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,7 +30,11 @@ class Experts:
         normalize: Whether what a token's experts count is divided by its sum.
         rounded: Whether it is rounded to the model's dtype.
         block: What the names of a layer's tensors call the mixture.
-        projections: What they call an expert's gate, up and down projection.
+        router: What they call its router.
+        projections: What they call an expert's gate, up and down projection; two names: gate and up are one, and each
+            is one tensor of all experts (see LinearShape.stacked).
+        bias: Whether router and experts have biases.
+        limit: Of gate and up, in SwiGLU's clamped form; None is the other form.
     """
 
     hidden_size: int
@@ -39,20 +44,27 @@ class Experts:
     normalize: bool
     rounded: bool
     block: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    projections: tuple[str, str, str] | tuple[str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: bool = False
+    limit: float | None = None
 
     def routers(self, name: str) -> tuple[LinearShape]:
         """The projection to a score for each expert, which no checkpoint has quantized; `name` is the mixture's own."""
-        return (LinearShape((f"{name}.gate",), (self.num_experts,), self.hidden_size),)
+        return (LinearShape((f"{name}.{self.router}",), (self.num_experts,), self.hidden_size, self.bias),)
 
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
         """The experts' gate and up projections, and their down projections. The router reads what `fed_by` makes too,
         so no scale of their inputs can be taken out of it.
         """
         experts, hidden, width = self.num_experts, self.hidden_size, self.intermediate_size
-        gate, up, down = self.projections
+        *gate_up, down = self.projections
+        if len(gate_up) == 1:
+            joint, last = f"{name}.experts.{gate_up[0]}", f"{name}.experts.{down}"
+            one = partial(LinearShape, bias=self.bias, num_experts=experts, stacked=True)
+            return one((joint,), (2 * width,), hidden, gated=True), one((last,), (hidden,), width)
         each = [f"{name}.experts.{number}" for number in range(experts)]
-        gates_ups = tuple(f"{expert}.{projection}" for expert in each for projection in (gate, up))
+        gates_ups = tuple(f"{expert}.{projection}" for expert in each for projection in gate_up)
         downs = tuple(f"{expert}.{down}" for expert in each)
         return (
             LinearShape(gates_ups, (width,) * (2 * experts), hidden, gated=True, num_experts=experts),
@@ -70,7 +82,7 @@ class Experts:
                 )
         (router,) = self.routers(name)
         return ExpertsLayer(
-            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by))
+            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by), self.limit)
         )
 
 

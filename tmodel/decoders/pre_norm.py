@@ -71,7 +71,7 @@ class PreNormDecoder:
             shapes |= self.head().tensors()
         for index, layer in enumerate(self.layers):
             shapes |= {f"{norm.name}.weight": (self.hidden_size,) for norm in _norms(index)}
-            shapes |= layer.attention.norms(_attention(index))
+            shapes |= layer.attention.beside_linears(_attention(index))
             for shape in [*layer.mlp.routers(self.mlp_name(index)), *self._linears_of(index)]:
                 shapes |= shape.tensors()
         return shapes
@@ -102,7 +102,7 @@ class PreNormDecoder:
             **self._experts_axes(config, limits),
             **rms_norm_axes(self.hidden_size, limits, *attention.joint_norm_widths),
             **rotary_axes(config, limits, attention.rope.dim, head_norms=attention.head_norm_eps is not None),
-            **attention_axes(config, limits),
+            **attention_axes(config, limits, sinks=attention.sinks),
         }
 
     def _experts_axes(self, config: ModelConfig, limits: Limits) -> Axes:
@@ -112,7 +112,9 @@ class PreNormDecoder:
             return {}
         linears = [mlp.linears(self.mlp_name(index), _norms(index)[1]) for index, mlp in mixtures.items()]
         one = next(iter(mixtures.values()))
-        return experts_axes(linears, config.quantization, limits, top_k=one.top_k, normalize=one.normalize)
+        return experts_axes(
+            linears, config.quantization, limits, top_k=one.top_k, normalize=one.normalize, limit=one.limit
+        )
 
 
 def _norms(index: int) -> tuple[Feed, Feed]:

@@ -16,6 +16,7 @@ from tmodel.formats.base import FormatWarning, QuantizationFormat, Scheme, parse
 from tmodel.formats.compressed_tensors import CompressedTensors
 from tmodel.formats.fp8 import FP8
 from tmodel.formats.gptq import GPTQ
+from tmodel.formats.mxfp4 import MXFP4
 from tmodel.formats.squeezellm import SqueezeLLM
 from tmodel.formats.unsupported import refuse_gguf, refuse_unsupported
 from tmodel.json_files import ConfigError, read_json
@@ -25,6 +26,7 @@ __all__ = [
     "FORMATS",
     "FP8",
     "GPTQ",
+    "MXFP4",
     "AutoRound",
     "CompressedTensors",
     "FormatWarning",
@@ -38,7 +40,7 @@ __all__ = [
 
 FORMATS: Mapping[str, type[BaseModel]] = MappingProxyType(
     {
-        **{format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, AutoRound, FP8)},
+        **{format.method: format for format in (GPTQ, AWQ, CompressedTensors, SqueezeLLM, AutoRound, FP8, MXFP4)},
         AutoRound.old_method: AutoRound,
     }
 )

@@ -7,9 +7,9 @@ QuantizedWeight, and writes one. It knows no model: a layer is a name, N outputs
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from pydantic import BaseModel, ValidationError
@@ -41,7 +41,7 @@ class Scheme:
     Attributes:
         bits: Of a code.
         group_size: Inputs that share a scale; -1 is all.
-        coding: "uniform" (scale and zero-point) or "lookup" (a table).
+        coding: "uniform" (scale and zero-point), "e2m1" (floats and a scale) or "lookup" (a table).
         permuted: The codes may lie in another order than the inputs.
         sparse: Some weights may be kept beside the codes.
     """
@@ -94,6 +94,11 @@ class ScaledScheme:
     @property
     def dtype(self) -> torch.dtype:
         return dtype_of(self.codes)
+
+    @property
+    def takes_any_inputs(self) -> bool:
+        """Whether nothing but the weight's own codes and scales decides what it is: inputs may stay in 16 bits."""
+        return self.blocked and not self.static
 
     def num_scales(self, outputs: int, inputs: int) -> int:
         """The scales that the weight [outputs, inputs] has in memory."""
@@ -160,6 +165,22 @@ class QuantizationFormat(Protocol):
 
     def config(self) -> dict[str, Any]:
         """The mapping to write as `quantization_config` into config.json."""
+        ...
+
+
+@runtime_checkable
+class ExpertsFormat(QuantizationFormat, Protocol):
+    """A format that holds the weights of all experts of a layer in one tensor."""
+
+    def read_experts(
+        self, checkpoint: Checkpoint, layer: str, num_experts: int, outputs: int, inputs: int
+    ) -> Iterator[QuantizedWeight]:
+        """Reads the weights [N = outputs, K = inputs] of a layer's experts, one after the other.
+
+        Raises:
+            WeightError: As `read`.
+            ValueError: The format keeps the layer dense.
+        """
         ...
 
 

@@ -20,8 +20,8 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "bitsandbytes": "bitsandbytes (NF4, FP4, LLM.int8) is not read. Take the dense model that it was made of; or "
         f"{_SAVE} with dequantize() between the two, {_THEN}",
         "nvfp4": f"NVFP4, 4-bit floats with a scale for every 16, is not read. Take the dense model, {_THEN}",
-        "mxfp4": "MXFP4, 4-bit floats with a power of two for every 32, is not read. "
-        f"Take the dense model; or {_SAVE} with Mxfp4Config(dequantize=True), {_THEN}",
+        "mxfp4": "MXFP4, 4-bit floats with a power of two for every 32, is read of gpt-oss's experts alone, by its own "
+        f"quant_method. Take the dense model, {_THEN}",
     }
 )
 """Name, which is a `quant_method` too -> why it is refused, and what to do."""
@@ -37,7 +37,9 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if method is None and (raw.get("load_in_4bit") or raw.get("load_in_8bit")):
         method = "bitsandbytes"  # as it was written before 2023's transformers named its methods
     for name, why in UNSUPPORTED.items():
-        if str(method).lower().startswith(name):  # transformers knows bitsandbytes_4bit and _8bit too
+        if method != "mxfp4" and str(method).lower().startswith(
+            name
+        ):  # transformers knows bitsandbytes_4bit and _8bit too
             raise ConfigError(f"quant_method {method!r}: {why}")
     for field, named in _formats_of(raw):
         for name in ("nvfp4", "mxfp4"):

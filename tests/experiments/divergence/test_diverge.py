@@ -306,15 +306,18 @@ def test_two_layers_of_one_last_name_are_two_places(tmp_path: Path) -> None:
     assert {(f"transformer.h.*.{part}.c_proj", "output") for part in ("attn", "mlp")} < places
 
 
-def test_a_mixture_of_experts_is_beside_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "router"), [("Qwen3MoeForCausalLM", "mlp.gate"), ("GptOssForCausalLM", "mlp.router")]
+)
+def test_a_mixture_of_experts_is_beside_transformers(architecture: str, router: str, tmp_path: Path) -> None:
     """Routers are places of their own, layer by layer; the experts of a layer are one kernel's."""
-    fields = next(shape.fields for shape in SHAPES if shape.architecture == "Qwen3MoeForCausalLM")
-    directory = random_model(tmp_path, architecture="Qwen3MoeForCausalLM", **fields)
+    fields = next(shape.fields for shape in SHAPES if shape.architecture == architecture)
+    directory = random_model(tmp_path, architecture=architecture, **fields)
     found = find_divergence(
         ({}, None), find_model(directory), PROMPTS_BELOW_97, 1, device=torch.device("cpu"), dtype=torch.float32,
         ops=tkernels.OPS, advance=lambda step: None,
     )  # fmt: skip
     assert found.is_rounding
     places = {one.place for one in found.rounding}
-    assert ("model.layers.*.mlp.gate", "output") in places
+    assert (f"model.layers.*.{router}", "output") in places
     assert not {place for place, _ in places if "experts" in place}

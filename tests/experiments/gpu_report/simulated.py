@@ -12,7 +12,7 @@ from experiments.gpu_report.forecast import Clockwork
 from experiments.gpu_report.pieces import Piece
 from experiments.gpu_report.precompile import STRAGGLER_S
 from experiments.gpu_report.steps import Step
-from experiments.gpu_report.supervisor import OnEnded
+from experiments.gpu_report.supervisor import GRACE_S, OnEnded
 from experiments.sweep.tasks import Ended
 
 SLOW_PIECE_S = 60.0
@@ -94,9 +94,11 @@ class Device(Clockwork):
             self.clock += seconds
             return seconds
         if step.key == self.dies and self.begun.count(step.key) == 1:
+            assert step.deadline is not None
             ended.death = "killed by SIGSEGV"
-            self.clock += step.seconds
-            return step.seconds
+            seconds = min(step.seconds, step.deadline - self.clock + GRACE_S)  # one that works in parts may be cut off
+            self.clock += seconds
+            return seconds
         return super()._spend(step, ended, context * self._factor(step.key, "context"))
 
     def _piece_s(self, piece: Piece) -> float:

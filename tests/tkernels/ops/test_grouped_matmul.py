@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ from tkernels.ops.grouped_matmul import _tiles
 from tkernels.ops.grouped_matmul._argument import coding_of
 from tkernels.ops.grouped_matmul.contract import CONTRACT
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import dequantize_experts, interleaved_experts, stack
+from tkernels.quantized.stacked_scaled import stack_scaled
+from tkernels.quantized.weight import from_codes
 from tkernels.verification.check import drawn_results
 
 OP = OPS["grouped_matmul"]
-DENSE = [name for name in OP.variants if not name.startswith("dequant")]
+DENSE = [name for name in OP.variants if not name.startswith(("dequant", "fp8"))]
 EVERY = pytest.mark.parametrize("variant", DENSE)
 
 
@@ -79,14 +83,42 @@ def test_no_tokens_are_no_result(variant: str) -> None:
     assert out.shape == (0, 8)
 
 
+@pytest.mark.parametrize("kind", [{}, {"coding": "e2m1", "symmetric": True}], ids=["uniform", "e2m1"])
 @pytest.mark.parametrize("variant", ["dequant_padded_tiles", "dequant_gemv"])
-def test_codes_of_each_expert_are_its_own(variant: str) -> None:
-    weight = interleaved_experts(stack([drawn(seed) for seed in range(3)], 3))
+def test_codes_of_each_expert_are_its_own(variant: str, kind: dict[str, Any]) -> None:
+    weight = interleaved_experts(stack([drawn(seed, **kind) for seed in range(3)], 3))
     rows, x = [[1, 0], [2, 1], [-1, 2]], torch.randn((3, 64), generator=torch.Generator().manual_seed(2))
     out = call(variant, x, weight, rows)
     for pair, expected in enumerate(by_pairs(x, dequantize_experts(weight), rows)):
         if expected is not None:
             torch.testing.assert_close(out[pair].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+"""Of e4m3, subnormal ones and both zeros among them, but its two NaNs."""
+
+
+def in_blocks(seed: int, outputs: int = 200, inputs: int = 256) -> ScaledWeight:
+    """A weight in which every code is, and whose blocks have scales far apart."""
+    codes = EVERY_CODE[torch.randperm(outputs * inputs, generator=torch.Generator().manual_seed(seed)) % 254]
+    shape = (-(-outputs // 128), inputs // 128)
+    scales = 2.0 ** (torch.arange(shape[0] * shape[1]).view(shape) - 8 + seed)
+    return ScaledWeight(codes.view(torch.float8_e4m3fn).view(outputs, inputs), scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["fp8_padded_tiles", "fp8_gemv", "auto", "torch"])
+def test_every_e4m3_code_and_every_blocks_scale_counts(variant: str, dtype: torch.dtype) -> None:
+    """An input of 1 beside zeros picks a column of the weight, whose numbers 16 bits hold."""
+    weight = stack_scaled([in_blocks(seed) for seed in range(3)], 3)
+    columns = [0, 127, 128, 255]
+    x = torch.nn.functional.one_hot(torch.tensor(columns), 256).to(dtype)
+    rows = [[1, 0], [2, 1], [-1, 2], [0, 2]]
+    out = call(variant, x, weight, rows)
+    dense = dequantize_experts(weight)
+    for pair, expert in enumerate(expert for row in rows for expert in row):
+        if expert >= 0:
+            assert torch.equal(out[pair].float(), dense[expert, :, columns[pair // 2]])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -108,13 +140,38 @@ def test_what_does_not_fit_is_refused() -> None:
         call("padded_tiles", torch.randn((3, 64)), codes, rows)
     with pytest.raises(UnsupportedError, match="its weights are codes, not dense"):
         call("dequant_gemv", x, weight, rows)
+    blocks = stack_scaled([in_blocks(seed) for seed in range(3)], 3)
+    with pytest.raises(UnsupportedError, match="its weights are codes in words, not e4m3"):
+        call("dequant_gemv", torch.randn((3, 256)), blocks, rows)
+    with pytest.raises(UnsupportedError, match="its weights are dense, not codes of 8 bits"):
+        call("padded_tiles", torch.randn((3, 256)), blocks, rows)
+    with pytest.raises(UnsupportedError, match="its weights are e4m3 codes, not uniform ones of 4 bits"):
+        call("fp8_gemv", torch.randn((3, 64)), codes, rows)
+    with pytest.raises(UnsupportedError, match="its weights are e4m3 codes, not dense"):
+        call("fp8_padded_tiles", x, weight, rows)
 
 
 def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
     codes = stack([drawn(seed, bits=3, permuted=True, K=72, padding=24) for seed in range(2)], 2)
-    expected = {"bits": 3, "group_size": 32, "padding": 24, "symmetric": False, "permuted": True, "order": "sequential"}
-    assert coding_of(codes) == expected
+    assert coding_of(codes) == {
+        "bits": 3, "coding": "uniform", "group_size": 32, "padding": 24, "symmetric": False, "permuted": True,
+        "order": "sequential",
+    }  # fmt: skip
+    floats = stack([drawn(seed, symmetric=True, coding="e2m1") for seed in range(2)], 2)
+    assert (coding_of(floats)["bits"], coding_of(floats)["coding"]) == (4, "e2m1")
+    blocks = coding_of(stack_scaled([in_blocks(0)], 1), "down_")
+    told = tuple(blocks[name] for name in ("bits", "coding", "order", "down_group_size"))
+    assert told == (8, "e4m3", "interleaved", 128)
     assert coding_of(torch.zeros(1))["bits"] == 0
+
+
+def test_drawn_codes_of_many_experts_are_each_others_with_the_outputs_turned() -> None:
+    point = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B,up,W4"], "N": 16, "C": 128, "E": 20, "K": 2, "permuted": True}
+    axes = CONTRACT.draw_axes(lambda name, values: values[0], {**point, "symmetric": False})
+    dense = dequantize_experts(CONTRACT.case(axes, 0).inputs["weight"], torch.float64)  # [E, N, C]
+    assert len({tuple(expert.flatten().tolist()) for expert in dense}) == 20
+    assert torch.equal(dense[8:16], dense[:8].roll(1, 1))
+    assert torch.equal(dense[16:], dense[:4].roll(2, 1))
 
 
 def test_bytes_are_those_of_the_distinct_experts() -> None:
@@ -127,6 +184,18 @@ def test_bytes_are_those_of_the_distinct_experts() -> None:
     distinct = [int(case.inputs["experts"].unique().numel()) for case in (alike, spread)]
     assert spread.bytes_moved - alike.bytes_moved == (distinct[1] - distinct[0]) * 16 * 32 * 2
     assert alike.flops == spread.flops == 2 * 64 * 8 * 16 * 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", ["dequant_padded_tiles", "dequant_gemv"])
+def test_every_e2m1_code_in_every_place_has_its_value(variant: str, dtype: torch.dtype) -> None:
+    """Rows of the unit matrix read the weight out: each output has the 16 codes at every place of a word."""
+    codes = (torch.arange(32)[:, None] + torch.arange(16)[None, :]) % 16  # [places, outputs]
+    scales = torch.tensor([[2.0**exponent for exponent in range(-8, 8)]], dtype=dtype)
+    weight = stack([replace(from_codes(codes, 4, scales=scales), e2m1=True)], 1)
+    out = call(variant, torch.eye(32, dtype=dtype), interleaved_experts(weight), [[0]] * 32)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+    assert torch.equal(out.double(), values[codes] * scales.double())
 
 
 FAULTS = {

@@ -41,8 +41,8 @@ def drawn(seed: int = 0, **given: int | str | bool) -> QuantizedWeight:
     kind = {"bits": 4, "coding": "uniform", "permuted": False, "sparse": False, "padding": 0, "symmetric": False}
     sizes = {"M": 1, "N": 16, "K": 64, "group_size": 32, "activation": "float32", "weight": "float32"}
     rest = {"order": "sequential", "bias": False, "layout": "contiguous", "weight_layout": "padded"}
-    case = CONTRACT.case({**kind, **sizes, **rest, "values": "ordinary", **given}, seed)
-    weight: QuantizedWeight = case.inputs["weight"]
+    inputs = CONTRACT.make_inputs({**kind, **sizes, **rest, "values": "ordinary", **given}, seed, torch.device("cpu"))
+    weight: QuantizedWeight = inputs["weight"]
     return weight
 
 
@@ -51,8 +51,16 @@ KINDS: list[dict[str, int | str | bool]] = [
     *({"bits": bits, "permuted": True, "K": 72, "padding": 24, "sparse": True} for bits in BITS),
     *({"bits": bits, "coding": "lookup", "sparse": True, "group_size": 64} for bits in BITS),
     {"symmetric": True, "sparse": True},
+    {"coding": "e2m1", "symmetric": True},
+    {"coding": "e2m1", "symmetric": True, "permuted": True, "K": 72, "padding": 24},
     {"coding": "lookup", "permuted": True, "K": 37, "padding": 11, "group_size": 48},
 ]
+
+
+def e2m1(code: int) -> float:
+    """A sign, two bits of exponent less 1 and one of mantissa; of exponent 0 subnormal."""
+    sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+    return (-1) ** sign * ((1 + mantissa / 2) * 2 ** (exponent - 1) if exponent else mantissa / 2)
 
 
 def by_hand(weight: QuantizedWeight) -> torch.Tensor:
@@ -77,7 +85,8 @@ def by_hand(weight: QuantizedWeight) -> torch.Tensor:
                 assert weight.scales is not None
                 group = p // weight.group_size
                 zero = 2 ** (weight.bits - 1) if weight.zeros is None else int(weight.zeros[group, n])
-                decoded[n, k] = (code - zero) * float(weight.scales[group, n])
+                number = e2m1(code) if weight.e2m1 else code - zero
+                decoded[n, k] = number * float(weight.scales[group, n])
     if weight.outliers is not None:
         rows, cols, vals = (getattr(weight.outliers, name).tolist() for name in ("rows", "cols", "vals"))
         for n in range(weight.shape[0]):
@@ -297,6 +306,7 @@ def test_weights_are_put_together_where_they_agree_and_not_otherwise() -> None:
         (drawn(bits=2), "bits 4 and 2"),
         (drawn(group_size=64), "group_size 32 and 64"),
         (drawn(coding="lookup", group_size=64), "group_size 32 and 64|coding"),
+        (drawn(coding="e2m1", symmetric=True), "coding uniform and e2m1"),
         (drawn(K=128), "inputs 64 and 128"),
         (interleaved(drawn()), "order sequential and interleaved"),
         (drawn().to("cpu", torch.float16), "dtype"),

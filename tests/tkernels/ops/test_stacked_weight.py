@@ -12,6 +12,7 @@ from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
 KINDS: list[dict[str, int | str | bool]] = [
     *({"bits": bits} for bits in (2, 3, 4, 8)),
     {"bits": 4, "symmetric": True},
+    {"bits": 4, "symmetric": True, "coding": "e2m1"},
     {"bits": 3, "permuted": True, "K": 72, "padding": 24},
 ]
 
@@ -51,6 +52,7 @@ def test_codes_in_another_order_than_inputs_stand_beside_others() -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
+        (drawn(1, symmetric=True, coding="e2m1"), "expert 1 .* its coding is e2m1, not uniform"),
         (drawn(1, bits=8), "expert 1 cannot stand beside expert 0: its bits is 8, not 4"),
         (drawn(1, group_size=16), "expert 1 .* its group_size is 16, not 32"),
         (drawn(1, N=8), r"expert 1 .* its shape is \(8, 64\), not \(16, 64\)"),

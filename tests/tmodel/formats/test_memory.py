@@ -21,6 +21,7 @@ import tmodel.linear_reader
 from tests.tmodel.formats import by_hand, eight_bits
 from tests.tmodel.formats.by_hand import Kind, as_torch, settings
 from tests.tmodel.formats.models import SHAPE, write, write_models
+from tests.tmodel.formats.test_mxfp4 import write_model as write_mxfp4
 from tests.tmodel.mixtures import MIXTURE, SMALL
 from tests.tmodel.packed import load
 from tkernels import PrepareReport, Variant
@@ -160,7 +161,7 @@ def test_so_does_a_dense_model_of_every_architecture(preset: str, tied: bool, tm
     assert_peak(tmp_path / "small", tmp_path / "large", {})
 
 
-EXPERTS = ("Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM")
+EXPERTS = ("GptOssForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM")
 PREPARING = [
     variant.name
     for variant in tkernels.OPS["moe_mlp"].variants.values()
@@ -188,6 +189,24 @@ def test_so_does_a_quantized_mixture_of_experts(kind: Kind, variant: str, tmp_pa
     small, _ = write_models(tmp_path, kind, **MIXTURE | {"moe_intermediate_size": 128})
     large = write_wide(tmp_path / "large", settings(kind), four_bit_parts(kind), experts=16)
     assert_peak(small, large, {"moe_mlp": variant})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["torch", "auto"])
+def test_so_does_a_mixture_of_experts_in_e4m3_blocks(variant: str, tmp_path: Path) -> None:
+    kind = eight_bits.Kind("fp8", "float", "block")
+    small, _ = eight_bits.write_models(tmp_path, kind, **MIXTURE | {"moe_intermediate_size": 128})
+    large = write_wide(tmp_path / "large", eight_bits.settings(kind), eight_bit_parts(kind), experts=16)
+    assert_peak(small, large, {"moe_mlp": variant})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["torch", "dequant_padded_tiles"])
+def test_so_does_a_mixture_in_mxfp4(variant: str, tmp_path: Path) -> None:
+    """A layer is a twelfth of it, nine tenths of which are experts."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 16, "num_hidden_layers": 12}
+    small = write_mxfp4(tmp_path / "small", torch.float16)
+    assert_peak(small, write_mxfp4(tmp_path / "large", torch.float16, **wide), {"moe_mlp": variant})
 
 
 def test_no_more_than_one_shape_is_held_in_two_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

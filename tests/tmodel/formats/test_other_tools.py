@@ -221,7 +221,6 @@ COMPRESSED_4 = settings(Kind("compressed-tensors", 4, 32))
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes': bitsandbytes .* dequantize\\(\\)"),
         ({"load_in_8bit": True}, "'bitsandbytes': bitsandbytes .* is not read"),
         ({"load_in_4bit": True}, "'bitsandbytes': bitsandbytes .* is not read"),
-        ({"quant_method": "mxfp4"}, "quant_method 'mxfp4': MXFP4.* Mxfp4Config\\(dequantize=True\\), then `tk"),
         ({"quant_method": "BitsAndBytes", "load_in_4bit": True}, "'BitsAndBytes': bitsandbytes .* is not read"),
         ({"quant_method": "bitsandbytes_8bit"}, "'bitsandbytes_8bit': bitsandbytes .* is not read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt': quant_algo 'NVFP4' is not supported: NVFP4"),

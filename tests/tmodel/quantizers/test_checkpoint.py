@@ -340,6 +340,13 @@ def test_experts_are_rounded_and_not_calibrated(tmp_path: Path) -> None:
     assert 0 < (rounded - exact).square().mean() < 1e-3 * exact.square().mean()
 
 
+def test_experts_of_one_tensor_are_not_rounded(tmp_path: Path) -> None:
+    fields = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
+    source = random_model(tmp_path, architecture="GptOssForCausalLM", **{**SHAPE, **fields})
+    with pytest.raises(QuantizerError, match="gate_up_proj: experts that are stored in one tensor as .* not supported"):
+        plan_job(source, METHODS["rtn"], 4, 32)
+
+
 def test_too_little_calibration_text_is_refused(dense: Path) -> None:
     config = load_config(dense)
     with pytest.raises(QuantizerError, match="95 tokens of calibration text are too few; it takes 96 or more"):

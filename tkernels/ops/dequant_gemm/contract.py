@@ -14,7 +14,7 @@ from tkernels.ops.matmul import contract as matmul
 from tkernels.ops.products import ROW_CLASSES
 from tkernels.quantized.codes import ORDERS, pack_codes
 from tkernels.quantized.outliers import Outliers, outliers_from
-from tkernels.quantized.weight import QuantizedWeight, dequantize, interleaved
+from tkernels.quantized.weight import E2M1_VALUES, QuantizedWeight, dequantize, interleaved
 
 
 def reference(x: torch.Tensor, weight: QuantizedWeight, *, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -62,8 +62,10 @@ def draw_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
     codes[:, 0], codes[:, -1] = levels - 1, 0
     zeros[:, 0], zeros[:, -1] = 0, levels
     unit = inputs**-0.5
+    is_e2m1 = axes["coding"] == "e2m1"
     # Codes less zero-points are two uniform numbers' difference.
-    step = unit / ((levels**2 - 1) / 6) ** 0.5
+    square = sum(value**2 for value in E2M1_VALUES) / levels if is_e2m1 else (levels**2 - 1) / 6
+    step = unit / square**0.5
     scales = (draws.normal((groups, outputs), torch.float64).abs() + 0.1) * step
     table = draws.normal((levels, outputs), torch.float64) * unit
     permutation = draws.permutation(places)
@@ -80,6 +82,7 @@ def draw_weight(axes: Axes, draws: Draws) -> QuantizedWeight:
         permutation=torch.where(permutation < inputs, permutation, -1).int() if axes["permuted"] else None,
         outliers=_drawn_outliers(draws, outputs, inputs, dtype, unit) if axes["sparse"] else None,
         inputs=inputs,
+        e2m1=is_e2m1,
     )
     return weight.to(draws.device)
 

@@ -19,6 +19,7 @@ from tkernels.ops.dequant_gemm._pairs import (
 )
 from tkernels.ops.dequant_gemm._unpack import group_tile, inputs_at, unpacked, word_tile
 from tkernels.ops.dequant_gemm.gemv import dequant_gemm_gemv_products
+from tkernels.ops.grouped_matmul._e2m1 import e2m1_products, unpacked_e2m1
 from tkernels.quantized.codes import codes_per_word
 from tkernels.quantized.stacked import StackedWeight
 
@@ -35,6 +36,7 @@ def codes_arguments(weight: StackedWeight, block_w: int) -> dict[str, Any]:
         "permutation_ptr": permutation,
         "stride_permutation_e": 0 if permutation is None else permutation.stride(0),
         "BITS": weight.bits,
+        "E2M1": weight.e2m1,
         "GROUP_WORDS": group_words,
         "ONE_GROUP": group_words % block_w == 0,
     }
@@ -45,8 +47,8 @@ def expert_code_sums(
     x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
     stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
     stride_permutation_e, expert, offs_n, mask_n, places, magic, DTYPE: tl.constexpr, BITS: tl.constexpr,
-    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    E2M1: tl.constexpr, GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows of x times one expert's weight, in fp32: [BLOCK_M, BLOCK_N]. x_ptrs: of input 0, with a last dim of 1."""
     FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
@@ -71,7 +73,10 @@ def expert_code_sums(
             scales_ptr, zeros_ptr, stride_scales_w, stride_zeros_w, first, end, offs_n, mask_n,
             BITS, GROUP_WORDS, ONE_GROUP, BLOCK_K // FIELDS,
         )  # fmt: skip
-        weight = unpacked(packed, high, zero, scale, magic, DTYPE, BITS, BLOCK_N, BLOCK_K)
+        if E2M1:
+            weight = unpacked_e2m1(packed, scale, DTYPE, BLOCK_N, BLOCK_K)
+        else:
+            weight = unpacked(packed, high, zero, scale, magic, DTYPE, BITS, BLOCK_N, BLOCK_K)
         sums = dot(x, tl.trans(weight), sums)  # [BLOCK_M, BLOCK_K] @ [BLOCK_K, BLOCK_N]
     return sums
 
@@ -101,9 +106,9 @@ def row_arguments(weight: StackedWeight, pairs: bool, config: Config, device: De
 def row_times_codes(
     x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
     stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
-    stride_permutation_e, expert, first_n, outputs, words, exponent, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr, WARPS: tl.constexpr,
-    BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+    stride_permutation_e, expert, first_n, outputs, words, exponent, BITS: tl.constexpr, E2M1: tl.constexpr,
+    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr,
+    WARPS: tl.constexpr, BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row of x times an expert's outputs first_n .. first_n + BLOCK_N, in fp32: [BLOCK_N]. As dequant_gemm's gemv."""
     FIELDS: tl.constexpr = 16 if BITS == 3 else 32 // BITS
@@ -141,7 +146,10 @@ def row_times_codes(
             packed, high = word_tile(
                 packed_ptr, high_ptr, stride_packed_w, stride_high_w, start, words, offs_n, mask_n, BLOCK_W
             )
-            products = dequant_gemm_gemv_products(packed, high, zero.to(tl.float32), exponent, x, BITS, BLOCK_W)
+            if E2M1:
+                products = e2m1_products(packed, x.to(tl.float32), BLOCK_W)
+            else:
+                products = dequant_gemm_gemv_products(packed, high, zero.to(tl.float32), exponent, x, BITS, BLOCK_W)
             sums += products * scale.to(tl.float32)
     if PAIRS:
         return tl.reshape(by_output(sums, BLOCK_N, NEXT, WARPS), (BLOCK_N,))

@@ -1,6 +1,7 @@
 """grouped_matmul: each pair of token and choice multiplies its token's row with the weight of its expert."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -13,20 +14,29 @@ from tkernels.ops.dequant_gemm.contract import draw_weight
 from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
 from tkernels.ops.grouped_matmul._argument import (
     BITS,
+    CODING,
     DENSE_BITS,
     ORDER,
     ExpertsOfRows,
     ExpertWeights,
+    Weight,
     coding_axes,
     coding_rules,
 )
+from tkernels.ops.scaled_matmul.contract import FP8_SPREAD, draw_codes
 from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
-from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
-from tkernels.quantized.weight import dequantize
-
-Weight = torch.Tensor | StackedWeight
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.stacked import (
+    StackedWeight,
+    dequantize_expert,
+    dequantize_experts,
+    interleaved_experts,
+    stack,
+)
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 
 def reference(
@@ -48,7 +58,8 @@ def reference(
 
     Args:
         x: [X, C] with X = T or X = T * K, any float dtype, free row stride.
-        weight: [E, N, C], as x, free strides but the last; or a StackedWeight of E experts, N outputs and C inputs.
+        weight: [E, N, C], as x, free strides but the last; or a StackedWeight or StackedScaledWeight of E experts, N
+            outputs and C inputs.
         experts: [T, K] int32 in [-1, E), free row stride; -1: the pair is left out.
         order, starts, tile_expert, tile_start: What sort_by_expert makes of `experts` with this `tile`, contiguous.
             They say nothing that `experts` does not: they are how the work is cut.
@@ -64,7 +75,7 @@ def reference(
     Source: the grouped products of MegaBlocks (Gale et al., 2023), with the gather and the scatter of ScatterMoE (Tan
     et al., 2024).
     """
-    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
     choices = experts.flatten()  # [T K]
     out = x.new_full((choices.numel(), dense.shape[1]), torch.nan)
     for expert in range(dense.shape[0]):
@@ -113,7 +124,7 @@ def baseline(
                 own = x[_row_of(pairs, x, experts)] @ _expert_of(weight, expert, x.dtype).t()
                 out[pairs] = own if bias is None else own.add_(bias[expert])
     else:
-        dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+        dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
         pairs = torch.where(order < 0, choices, order).long()
         rows = _row_of(pairs.clamp(max=choices - 1), x, experts)
         own = torch._grouped_mm(x[rows], dense.transpose(1, 2), offs=starts[1:])  # [T K, N]
@@ -126,21 +137,47 @@ def baseline(
 
 
 def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize(weight.expert(expert), dtype) if isinstance(weight, StackedWeight) else weight[expert]
+    return weight[expert] if isinstance(weight, torch.Tensor) else dequantize_expert(weight, expert, dtype)
 
 
-def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
+_DRAWN_EXPERTS = 8
+"""Experts that codes are drawn for; those of 128 would take a core half a minute."""
+
+
+def _turned(weight: QuantizedWeight, turns: int) -> QuantizedWeight:
+    """A further expert's weight: the same outputs, each so many places on."""
+    if not turns:
+        return weight
+    by_output: dict[str, Any] = {name: part for name, part in weight.own_parts() if name != "permutation"}
+    return replace(weight, **{name: part.roll(turns, -1) for name, part in by_output.items()})
+
+
+def draw_experts_weight(
+    axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = ""
+) -> StackedWeight | StackedScaledWeight:
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
-    experts, outputs, inputs = shape
-    own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
-    plain = {"bits": axes["bits"], "weight": axes["weight"], "coding": "uniform", "sparse": False}
-    point = {"N": outputs, "K": inputs, **plain, **own}
-    weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
-    if axes["order"] == "interleaved":
-        weight = interleaved_experts(weight)
     # Another padding for each part: one's stride taken for another's, which is as wide, must show.
     paddings = count(8, 8)
-    return weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+    drawn = _drawn_e4m3(draws, shape) if axes["coding"] == "e4m3" else _drawn_words(axes, draws, shape, prefix)
+    return drawn.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+
+
+def _drawn_e4m3(draws: Draws, shape: tuple[int, int, int]) -> StackedScaledWeight:
+    """Values such that outputs are of x's size whatever C is."""
+    experts, outputs, inputs = shape
+    values = draw_codes((experts * outputs, inputs), torch.float8_e4m3fn, "ordinary", draws).view(shape)
+    scales = draws.normal((experts, -(-outputs // BLOCK), inputs // BLOCK), torch.float32).abs() + 0.1
+    return StackedScaledWeight(values, scales / (FP8_SPREAD * inputs**0.5))
+
+
+def _drawn_words(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str) -> StackedWeight:
+    experts, outputs, inputs = shape
+    own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
+    shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
+    point = {"N": outputs, "K": inputs, **shared, **own}
+    drawn = [draw_weight(point, draws) for _ in range(min(experts, _DRAWN_EXPERTS))]
+    weight = stack([_turned(drawn[e % len(drawn)], e // len(drawn)) for e in range(experts)], experts)
+    return interleaved_experts(weight) if axes["order"] == "interleaved" else weight
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
@@ -222,7 +259,9 @@ TOKEN_CLASSES = (1, 8, 64, 512)
 """The largest numbers of tokens between which another tile of experts' products may be the best."""
 
 
-def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS) -> dict[str, Value]:
+def _benchmark(
+    tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS, coding: str = "uniform"
+) -> dict[str, Value]:
     experts, top_k, hidden, width = sizes
     tile = tile_of_pairs(tokens * top_k, experts)
     point: dict[str, Value] = {
@@ -233,23 +272,34 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
         "tile": tile,
     }
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
-    point |= {"bits": bits, "group_size": 128 if bits else 0, "padding": 0, "symmetric": True, "permuted": False}
+    point |= {
+        "bits": bits,
+        "coding": coding,
+        "group_size": 128 if bits else 0,
+        "padding": 0,
+        "symmetric": True,
+        "permuted": False,
+    }
     dtypes: dict[str, Value] = {"activation": "bfloat16", "weight": "bfloat16"}
     return point | dtypes | {"bias": False, "combine": down, "routing": "uniform", "dropped": False}
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
-    points = {}
+    """What is compiled ahead of time is the last one."""
+    qwen3, ways = SERVED_MIXTURES["Qwen3-30B-A3B"], {"down": True, "up": False}
+    rare: dict[str, dict[str, Value]] = {"W3,permuted": {"bits": 3, "permuted": True}, "W8": {"bits": 8}}
+    points = {f"T=64,Qwen3-30B-A3B,up,{name}": _benchmark(64, qwen3, False, 4) | more for name, more in rare.items()}
+    floats: dict[str, Value] = {"coding": "e2m1", "group_size": 32, "bias": True}
     for tokens in (1, 8, 64, 512, 4096):
-        for bits in (4, DENSE_BITS):
-            for name, sizes in SERVED_MIXTURES.items():
-                if name != "Qwen3-30B-A3B" and (bits or tokens == 8):
-                    continue
-                for down in (True, False):
-                    title = f"T={tokens},{name},{'down' if down else 'up'}" + (f",W{bits}" if bits else "")
-                    points[title] = _benchmark(tokens, sizes, down, bits)
-    last = next(reversed([name for name in points if "Qwen3" in name]))
-    return {**{name: point for name, point in points.items() if name != last}, last: points[last]}
+        if tokens != 8:
+            for way, down in ways.items():
+                published = _benchmark(tokens, SERVED_MIXTURES["gpt-oss-20b"], down, 4) | floats
+                points[f"T={tokens},gpt-oss-20b,{way},MXFP4"] = published
+                points[f"T={tokens},Mixtral-8x7B,{way}"] = _benchmark(tokens, SERVED_MIXTURES["Mixtral-8x7B"], down)
+        for bits, coding, name in ((4, "uniform", ",W4"), (8, "e4m3", ",FP8"), (DENSE_BITS, "uniform", "")):
+            for way, down in ways.items():
+                points[f"T={tokens},Qwen3-30B-A3B,{way}{name}"] = _benchmark(tokens, qwen3, down, bits, coding)
+    return points
 
 
 CONTRACT = Contract(
@@ -264,7 +314,8 @@ CONTRACT = Contract(
         Choice("per_pair", (False, True), "whether x has a row for each pair, not for each token"),
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
-        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
+        CODING,
+        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 128, 72, 136), "input features", wide=(640,))),
         ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
@@ -304,8 +355,9 @@ CONTRACT = Contract(
     default="auto",
     benchmarks=_benchmarks(),
     inspected={
-        **{f"bits{bits}": {"bits": bits} for bits in (2, 3, 4, 8)},
-        "permuted": {"permuted": True},
+        "bits3": {"bits": 3},
+        "bits8": {"bits": 8, "coding": "uniform"},
+        "e2m1": {"coding": "e2m1"},
     },
     loaded={"order": ORDERS[0]},
     batching=Batching(_count, _take, _part),

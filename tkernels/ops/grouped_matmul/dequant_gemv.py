@@ -36,7 +36,7 @@ def grouped_matmul_dequant_gemv(
     out_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, experts_ptr, stride_out_m,
     stride_x_m, stride_packed_e, stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w,
     stride_zeros_e, stride_zeros_w, stride_permutation_e, stride_bias_e, stride_experts_t, outputs, words, top_k,
-    pairs_of_row, exponent, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr,
+    pairs_of_row, exponent, BITS: tl.constexpr, E2M1: tl.constexpr, GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr,
     PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr, WARPS: tl.constexpr, BY_GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,7 @@ def grouped_matmul_dequant_gemv(
         total = row_times_codes(
             x_ptr + pair // pairs_of_row * stride_x_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr,
             stride_packed_e, stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w,
-            stride_zeros_e, stride_zeros_w, stride_permutation_e, expert, first_n, outputs, words, exponent, BITS,
+            stride_zeros_e, stride_zeros_w, stride_permutation_e, expert, first_n, outputs, words, exponent, BITS, E2M1,
             GROUP_WORDS, ONE_GROUP, PAIRS, WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
         )  # fmt: skip
         offs_n = first_n + tl.arange(0, BLOCK_N)

@@ -46,8 +46,9 @@ def grouped_matmul_dequant_padded_tiles(
     out_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, order_ptr, starts_ptr,
     tile_expert_ptr, tile_start_ptr, stride_out_m, stride_x_m, stride_packed_e, stride_packed_w, stride_high_e,
     stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e,
-    stride_bias_e, outputs, places, pairs_of_row, magic, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_bias_e, outputs, places, pairs_of_row, magic, BITS: tl.constexpr, E2M1: tl.constexpr,
+    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)
@@ -60,7 +61,7 @@ def grouped_matmul_dequant_padded_tiles(
             x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
             stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
             stride_zeros_w, stride_permutation_e, expert, offs_n, mask_n, places, magic, x_ptr.dtype.element_ty, BITS,
-            GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            E2M1, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         sums = with_bias(sums, bias_ptr, stride_bias_e, expert, offs_n, mask_n)
         store_pairs(out_ptr, stride_out_m, sums, pairs, mask_m, offs_n, mask_n)

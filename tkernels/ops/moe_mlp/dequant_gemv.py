@@ -32,9 +32,9 @@ def moe_mlp_dequant_gemv(
     activated_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, experts_ptr,
     stride_activated_p, stride_x_t, stride_packed_e, stride_packed_w, stride_high_e, stride_high_w, stride_scales_e,
     stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e, stride_bias_e, stride_experts_t, width,
-    words, top_k, exponent, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, GROUP_WORDS: tl.constexpr,
-    ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr, WARPS: tl.constexpr,
-    BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+    words, top_k, exponent, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
+    GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, NEXT: tl.constexpr,
+    WARPS: tl.constexpr, BY_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)  # T K * stride can pass 2**31
     token = pair // top_k
@@ -45,14 +45,14 @@ def moe_mlp_dequant_gemv(
         gate = row_times_codes(
             x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
             stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
-            stride_permutation_e, expert, first_n, width, words, exponent, BITS, GROUP_WORDS, ONE_GROUP, PAIRS, WHOLE,
-            NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
+            stride_permutation_e, expert, first_n, width, words, exponent, BITS, E2M1, GROUP_WORDS, ONE_GROUP, PAIRS,
+            WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
         )  # fmt: skip
         up = row_times_codes(
             x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e, stride_packed_w,
             stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w,
-            stride_permutation_e, expert, width + first_n, 2 * width, words, exponent, BITS, GROUP_WORDS, ONE_GROUP,
-            PAIRS, WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
+            stride_permutation_e, expert, width + first_n, 2 * width, words, exponent, BITS, E2M1, GROUP_WORDS,
+            ONE_GROUP, PAIRS, WHOLE, NEXT, WARPS, BY_GROUP, BLOCK_N, BLOCK_W, STAGES,
         )  # fmt: skip
         offs_n = first_n + tl.arange(0, BLOCK_N)
         mask_n = offs_n < width
@@ -74,19 +74,21 @@ def launch(
     limit: float | None,
 ) -> None:
     activations, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_dequant_gemv,
-        (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
-        **pointers("activated[p] x[t] bias experts[t]", activations, x, gate_up_bias, experts),
-        **row_arguments(gate_up, _takes_pairs(run, "gate_up_"), run.config, run.device),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-    )
-    products = run.workspace["products"]
-    launch_pairs(run, products, activations, down, experts, down_bias, _takes_pairs(run, "down_"))
-    combine_products(run, grouped_matmul_combine, out, experts, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_dequant_gemv,
+            (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
+            **pointers("activated[p] x[t] bias experts[t]", activations, x, gate_up_bias, experts),
+            **row_arguments(gate_up, _takes_pairs(run, "gate_up_"), run.config, run.device),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+        )
+    with run.section("down"):
+        products = run.workspace["products"]
+        launch_pairs(run, products, activations, down, experts, down_bias, _takes_pairs(run, "down_"))
+        combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def _takes_pairs(run: Run, prefix: str) -> bool:

@@ -46,7 +46,7 @@ def moe_mlp_dequant_padded_tiles(
     activated_ptr, x_ptr, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, bias_ptr, order_ptr, starts_ptr,
     tile_expert_ptr, tile_start_ptr, stride_activated_p, stride_x_t, stride_packed_e, stride_packed_w, stride_high_e,
     stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e, stride_zeros_w, stride_permutation_e,
-    stride_bias_e, width, places, top_k, magic, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr,
+    stride_bias_e, width, places, top_k, magic, limit, CLAMPED: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr,
     GROUP_WORDS: tl.constexpr, ONE_GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -61,13 +61,13 @@ def moe_mlp_dequant_padded_tiles(
             x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
             stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
             stride_zeros_w, stride_permutation_e, expert, offs_n, mask_n, places, magic, x_ptr.dtype.element_ty, BITS,
-            GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            E2M1, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         up = expert_code_sums(
             x_ptrs, mask_m, packed_ptr, high_ptr, scales_ptr, zeros_ptr, permutation_ptr, stride_packed_e,
             stride_packed_w, stride_high_e, stride_high_w, stride_scales_e, stride_scales_w, stride_zeros_e,
             stride_zeros_w, stride_permutation_e, expert, width + offs_n, mask_n, places, magic,
-            x_ptr.dtype.element_ty, BITS, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr.dtype.element_ty, BITS, E2M1, GROUP_WORDS, ONE_GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         out = activated(
             gate, up, bias_ptr, stride_bias_e, expert, offs_n[None, :], mask_n[None, :], width, limit, CLAMPED
@@ -88,27 +88,30 @@ def launch(
     limit: float | None,
 ) -> None:
     tile = run.config["BLOCK_PAIRS"]
-    tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
+    with run.section("sort"):
+        tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
     block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
     pairs, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_dequant_padded_tiles,
-        (tables[2].shape[0], triton.cdiv(width, block_n)),
-        **pointers("activated[p] x[t] bias", pairs, x, gate_up_bias),
-        **codes_arguments(gate_up, block_k // codes_per_word(gate_up.bits)),
-        **tile_arguments(*tables),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        places=gate_up.places,
-        top_k=experts.shape[1],
-        magic=magic_of(gate_up.dtype),
-        **limit_arguments(limit),
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
-    launch_dequant_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, grouped_matmul_combine, out, experts, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_dequant_padded_tiles,
+            (tables[2].shape[0], triton.cdiv(width, block_n)),
+            **pointers("activated[p] x[t] bias", pairs, x, gate_up_bias),
+            **codes_arguments(gate_up, block_k // codes_per_word(gate_up.bits)),
+            **tile_arguments(*tables),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            places=gate_up.places,
+            top_k=experts.shape[1],
+            magic=magic_of(gate_up.dtype),
+            **limit_arguments(limit),
+            BLOCK_M=tile,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+        )
+    with run.section("down"):
+        launch_dequant_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
+        combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
