@@ -14,9 +14,10 @@ import torch
 
 from tkernels.contract import Value
 from tkernels.inputs import dtype_name
+from tkernels.quantized.row_codes import BLOCK
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
-from tmodel.formats.base import Scheme
+from tmodel.formats.base import ScaledScheme, Scheme
 from tmodel.json_files import ConfigError
 from tmodel.quantization import LinearShape, Quantization, coding_axes, fuses_gelu, fuses_swiglu
 
@@ -204,19 +205,22 @@ def experts_axes(
 
 
 def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quantization | None) -> AxisRanges:
-    """How experts' weights are stored; ConfigError where it is in codes of other bits for some than for others."""
-    found: dict[str, Any] = {"coding": "uniform"}
+    """How experts' weights are stored; ConfigError where it is in other codes for some than for others."""
+    found: dict[str, Any] = {}
     for name, shape in {"gate_up": gate_up, "down": down}.items():
         scheme = None if quantization is None else quantization.scheme(shape.names[0])
-        dense = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
-        axes = dict(coding_axes(scheme, shape.inputs) if isinstance(scheme, Scheme) else dense)
+        axes: dict[str, Any] = {"padding": 0, "bits": 0, "group_size": 0, "symmetric": True, "permuted": False}
+        coding = "uniform"
         if isinstance(scheme, Scheme):
-            found["coding"] = scheme.coding
+            axes, coding = dict(coding_axes(scheme, shape.inputs)), scheme.coding
+        elif isinstance(scheme, ScaledScheme):
+            axes |= {"bits": 8, "group_size": BLOCK}
+            coding = "e4m3"
         bits = axes.pop("bits")
-        if found.setdefault("bits", bits) != bits:
+        if (found.setdefault("bits", bits), found.setdefault("coding", coding)) != (bits, coding):
             raise ConfigError(
                 f"experts are all stored alike, but {gate_up.names[0]} is stored in {found['bits']} bits and "
-                f"{shape.names[0]} in {bits} (0: dense)"
+                f"{shape.names[0]} in {bits} (0: dense), in {found['coding']} and {coding} codes"
             )
         found |= {f"{name}_{axis}": value for axis, value in axes.items()}
     return found

@@ -12,6 +12,7 @@ from tkernels import KernelSet
 from tkernels.launch import Kernel
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tmodel.batch import Batch
@@ -103,8 +104,8 @@ class ExpertsMLP:
     """
 
     moe_mlp: Kernel
-    gate_up: torch.Tensor | StackedWeight
-    down: torch.Tensor | StackedWeight
+    gate_up: torch.Tensor | StackedWeight | StackedScaledWeight
+    down: torch.Tensor | StackedWeight | StackedScaledWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     limit: float | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,11 @@ from tkernels.launch import Kernel
 from tkernels.quantized import scaled_weight, slicing
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight, stack
+from tkernels.quantized.stacked_scaled import StackedScaledWeight, stack_scaled
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.ranges import Range
 from tkernels.variant import Variant, as_it_is
-from tmodel.formats.base import ExpertsFormat, Scheme
+from tmodel.formats.base import ExpertsFormat, ScaledScheme, Scheme
 from tmodel.layers import ExpertsMLP, GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
@@ -97,20 +98,21 @@ class LinearReader:
             limit,
         )
 
-    def _stacked(self, shape: LinearShape) -> torch.Tensor | StackedWeight:
+    def _stacked(self, shape: LinearShape) -> torch.Tensor | StackedWeight | StackedScaledWeight:
         """[E, outputs of an expert, inputs], written expert by expert."""
         experts, parts = shape.num_experts, len(shape.names)
         if self.quantization is None or self.quantization.is_dense(shape):
             if shape.stacked:
                 return self._turned(shape)
             return self._dense_weight(shape, 0, parts).view(experts, -1, shape.inputs)
-        weights: Iterable[QuantizedWeight]
+        weights: Any  # of one class
         if shape.stacked:
             weights = self._experts_of_one(self.quantization, shape)
         else:
             weights = (self._expert(self.quantization, shape, number, parts // experts) for number in range(experts))
+        is_scaled = isinstance(self.quantization.scheme(shape.names[0]), ScaledScheme)
         try:
-            stacked = stack(weights, experts)
+            stacked: Any = (stack_scaled if is_scaled else stack)(weights, experts)
         except ValueError as error:
             raise WeightError(f"{self.checkpoint.directory}: {shape.names[0]} and the others: {error}") from error
         variant = preparing_variant(self.kernels.moe_mlp)
@@ -118,7 +120,7 @@ class LinearReader:
         del stacked
         self.report += report
         _return_freed_memory()
-        kept: StackedWeight = made
+        kept: StackedWeight | StackedScaledWeight = made
         return kept
 
     def _turned(self, shape: LinearShape) -> torch.Tensor:
@@ -150,16 +152,18 @@ class LinearReader:
         bias = self.checkpoint.tensor(f"{name}_bias", (shape.num_experts, outputs))
         return _in_halves(bias) if shape.gated else bias
 
-    def _expert(self, quantization: Quantization, shape: LinearShape, number: int, parts: int) -> QuantizedWeight:
+    def _expert(
+        self, quantization: Quantization, shape: LinearShape, number: int, parts: int
+    ) -> QuantizedWeight | ScaledWeight:
         """Expert `number`'s weight, of so many parts."""
-        held: list[QuantizedWeight] = []
+        held: list[Any] = []
         for index in range(number * parts, (number + 1) * parts):
             weight = self._quantized(quantization, shape, index)
-            assert isinstance(weight, QuantizedWeight), "Quantization has seen to it"
-            if held and (reason := slicing.incompatible_reason(held[0], weight)):
+            assert weight is not None, "Quantization has seen to it"
+            if held and (reason := _room_of(weight).incompatible_reason(held[0], weight)):
                 raise WeightError(f"{self.checkpoint.directory}: {shape.names[index]} and its gate differ: {reason}")
             held.append(weight)
-        return slicing.concatenate(held)
+        return _join(held)
 
     def gelu(self, shape: LinearShape) -> MatmulGelu | SplitGelu:
         """Reads the projection of `shape`, with the gelu that follows: x [T, H] -> [T, I].
@@ -311,9 +315,13 @@ def _fit_together(one: QuantizedWeight | ScaledWeight, other: QuantizedWeight | 
 
 def _join(weights: list[Any]) -> QuantizedWeight | ScaledWeight:
     """One weight of some that fit together."""
-    room = scaled_weight if isinstance(weights[0], ScaledWeight) else slicing
-    joined: QuantizedWeight | ScaledWeight = room.concatenate(weights)
+    joined: QuantizedWeight | ScaledWeight = _room_of(weights[0]).concatenate(weights)
     return joined
+
+
+def _room_of(weight: QuantizedWeight | ScaledWeight) -> Any:
+    """The module that joins weights of this class."""
+    return scaled_weight if isinstance(weight, ScaledWeight) else slicing
 
 
 def _return_freed_memory() -> None:

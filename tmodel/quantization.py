@@ -122,14 +122,15 @@ class Quantization:
                     f"{name} is stored as {other or 'dense'}, but {first} as {scheme or 'dense'}; all experts of a "
                     "layer must be stored alike"
                 )
-        if isinstance(scheme, ScaledScheme):
+        if isinstance(scheme, ScaledScheme) and not scheme.takes_any_inputs:
             raise ConfigError(
                 f"{first}: experts whose inputs are quantized too ({scheme.codes}) are not supported; those whose "
-                "weights alone are, in 2, 3, 4 or 8 bits, are"
+                "weights alone are, in 2, 3, 4 or 8 bits, are, and float8_e4m3fn with a scale for each block of 128 x "
+                "128 and none of the inputs that is stored"
             )
-        if scheme is not None and (scheme.coding == "lookup" or scheme.sparse):
+        if isinstance(scheme, Scheme) and (scheme.coding == "lookup" or scheme.sparse):
             raise ConfigError(f"{first}: experts whose codes have a table or outliers are not supported")
-        if scheme is not None and shape.stacked != (scheme.coding == "e2m1"):
+        if scheme is not None and shape.stacked != (isinstance(scheme, Scheme) and scheme.coding == "e2m1"):
             stored = "in one tensor" if shape.stacked else "one by one"
             raise ConfigError(
                 f"{first}: experts that are stored {stored} as {scheme} are not supported; mxfp4 is where they are in "

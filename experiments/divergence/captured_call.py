@@ -22,6 +22,7 @@ from tkernels.measurement import prepare
 from tkernels.quantized.outliers import Outliers
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.variant import Variant
 from tkernels.verification.check import CheckResult, check_case
@@ -31,7 +32,9 @@ MODEL_SLACK = 4.0
 fp32 sums are exact in any order; a model's values do not, and there one right order of summation has a few times the
 error of another. A wrong mask or scale comes to thousands."""
 
-_WEIGHTS = {kind.__name__: kind for kind in (QuantizedWeight, ScaledWeight, StackedWeight, Outliers)}
+_WEIGHTS = {
+    kind.__name__: kind for kind in (QuantizedWeight, ScaledWeight, StackedWeight, StackedScaledWeight, Outliers)
+}
 _ALIGNMENT = 16  # bytes: what a launcher may ask an address about
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import tkernels
+from tkernels.ops.grouped_matmul._argument import Weight
 from tkernels.ops.sample.contract import baseline as torch_sample
-from tkernels.quantized.stacked import StackedWeight, dequantize_experts
+from tkernels.quantized.stacked import dequantize_experts
 from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tkernels.variant import Variant
 from tkernels.verification.accuracy import judge
@@ -417,11 +418,11 @@ def sort_by_expert(experts: Tensor, num_experts: int, tile: int) -> tuple[Tensor
 
 
 def grouped_matmul(
-    x: Tensor, weight: Tensor | StackedWeight, experts: Tensor, order: Tensor, starts: Tensor, tile: int,
+    x: Tensor, weight: Weight, experts: Tensor, order: Tensor, starts: Tensor, tile: int,
     tile_expert: Tensor, tile_start: Tensor, *, bias: Tensor | None = None, combine: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A pair at a time, by `matmul`; a token's pairs in fp32 until their sum is rounded."""
-    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    dense = weight if isinstance(weight, Tensor) else dequantize_experts(weight, x.dtype)
     top_k, each = experts.shape[1], experts.numel() // max(len(x), 1)
     out = torch.full((experts.numel(), dense.shape[1]), math.nan)
     for pair, expert in enumerate(experts.flatten().tolist()):
@@ -435,13 +436,12 @@ def grouped_matmul(
 
 
 def moe_mlp(
-    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor | StackedWeight, down: Tensor | StackedWeight, *,
+    x: Tensor, experts: Tensor, weights: Tensor, gate_up: Weight, down: Weight, *,
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     tables = (torch.empty(0),) * 2
     first, second = (
-        dequantize_experts(one, x.dtype).float() if isinstance(one, StackedWeight) else one.float()
-        for one in (gate_up, down)
+        one.float() if isinstance(one, Tensor) else dequantize_experts(one, x.dtype).float() for one in (gate_up, down)
     )
     biases = [None if one is None else one.float() for one in (gate_up_bias, down_bias)]
     pairs = grouped_matmul(x.float(), first, experts, *tables, 16, *tables, bias=biases[0])

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from tkernels.quantized import scaled_weight
 from tkernels.quantized.codes import Order, codes_per_word, low_bits, reordered
 from tkernels.quantized.slicing import zeros_of
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tkernels.quantized.weight import Coding, QuantizedWeight, dequantize
 
 _PARTS = ("packed", "high", "scales", "zeros", "permutation")
@@ -195,6 +197,15 @@ def interleaved_experts(weight: Any) -> Any:
     return replace(weight, packed=reordered(weight.packed, low_bits(weight.bits), order), high=high, order=order)
 
 
-def dequantize_experts(weight: StackedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The dense weights [E, N, K] in `dtype` (the weight's own by default), rounded once."""
-    return torch.stack([dequantize(weight.expert(number), dtype) for number in range(weight.shape[0])])
+def dequantize_expert(
+    weight: StackedWeight | StackedScaledWeight, number: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """One expert's dense weight [N, K] in `dtype` (the weight's own by default; float32 of e4m3), rounded once."""
+    if isinstance(weight, StackedScaledWeight):
+        return scaled_weight.dequantize(weight.expert(number), dtype or torch.float32)
+    return dequantize(weight.expert(number), dtype)
+
+
+def dequantize_experts(weight: StackedWeight | StackedScaledWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The dense weights [E, N, K] as `dequantize_expert`'s."""
+    return torch.stack([dequantize_expert(weight, number, dtype) for number in range(weight.shape[0])])

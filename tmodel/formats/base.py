@@ -95,6 +95,11 @@ class ScaledScheme:
     def dtype(self) -> torch.dtype:
         return dtype_of(self.codes)
 
+    @property
+    def takes_any_inputs(self) -> bool:
+        """Whether nothing but the weight's own codes and scales decides what it is: inputs may stay in 16 bits."""
+        return self.blocked and not self.static
+
     def num_scales(self, outputs: int, inputs: int) -> int:
         """The scales that the weight [outputs, inputs] has in memory."""
         return -(-outputs // BLOCK) * (inputs // BLOCK) if self.blocked else outputs

@@ -17,12 +17,14 @@ from tkernels.ops.grouped_matmul import _tiles
 from tkernels.ops.grouped_matmul._argument import coding_of
 from tkernels.ops.grouped_matmul.contract import CONTRACT
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
+from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import dequantize_experts, interleaved_experts, stack
+from tkernels.quantized.stacked_scaled import stack_scaled
 from tkernels.quantized.weight import from_codes
 from tkernels.verification.check import drawn_results
 
 OP = OPS["grouped_matmul"]
-DENSE = [name for name in OP.variants if not name.startswith("dequant")]
+DENSE = [name for name in OP.variants if not name.startswith(("dequant", "fp8"))]
 EVERY = pytest.mark.parametrize("variant", DENSE)
 
 
@@ -92,6 +94,33 @@ def test_codes_of_each_expert_are_its_own(variant: str, kind: dict[str, Any]) ->
             torch.testing.assert_close(out[pair].double(), expected, rtol=1e-4, atol=1e-4)
 
 
+EVERY_CODE = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8)
+"""Of e4m3, subnormal ones and both zeros among them, but its two NaNs."""
+
+
+def in_blocks(seed: int, outputs: int = 200, inputs: int = 256) -> ScaledWeight:
+    """A weight in which every code is, and whose blocks have scales far apart."""
+    codes = EVERY_CODE[torch.randperm(outputs * inputs, generator=torch.Generator().manual_seed(seed)) % 254]
+    shape = (-(-outputs // 128), inputs // 128)
+    scales = 2.0 ** (torch.arange(shape[0] * shape[1]).view(shape) - 8 + seed)
+    return ScaledWeight(codes.view(torch.float8_e4m3fn).view(outputs, inputs), scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["fp8_padded_tiles", "fp8_gemv", "auto", "torch"])
+def test_every_e4m3_code_and_every_blocks_scale_counts(variant: str, dtype: torch.dtype) -> None:
+    """An input of 1 beside zeros picks a column of the weight, whose numbers 16 bits hold."""
+    weight = stack_scaled([in_blocks(seed) for seed in range(3)], 3)
+    columns = [0, 127, 128, 255]
+    x = torch.nn.functional.one_hot(torch.tensor(columns), 256).to(dtype)
+    rows = [[1, 0], [2, 1], [-1, 2], [0, 2]]
+    out = call(variant, x, weight, rows)
+    dense = dequantize_experts(weight)
+    for pair, expert in enumerate(expert for row in rows for expert in row):
+        if expert >= 0:
+            assert torch.equal(out[pair].float(), dense[expert, :, columns[pair // 2]])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, rows = torch.randn((3, 24)), torch.randn((3, 8, 24)), [[1, 0], [2, 1], [-1, 2]]
     with pytest.raises(ContractError, match="K <= E does not hold for E = 1, K = 2"):
@@ -111,6 +140,15 @@ def test_what_does_not_fit_is_refused() -> None:
         call("padded_tiles", torch.randn((3, 64)), codes, rows)
     with pytest.raises(UnsupportedError, match="its weights are codes, not dense"):
         call("dequant_gemv", x, weight, rows)
+    blocks = stack_scaled([in_blocks(seed) for seed in range(3)], 3)
+    with pytest.raises(UnsupportedError, match="its weights are codes in words, not e4m3"):
+        call("dequant_gemv", torch.randn((3, 256)), blocks, rows)
+    with pytest.raises(UnsupportedError, match="its weights are dense, not codes of 8 bits"):
+        call("padded_tiles", torch.randn((3, 256)), blocks, rows)
+    with pytest.raises(UnsupportedError, match="its weights are e4m3 codes, not uniform ones of 4 bits"):
+        call("fp8_gemv", torch.randn((3, 64)), codes, rows)
+    with pytest.raises(UnsupportedError, match="its weights are e4m3 codes, not dense"):
+        call("fp8_padded_tiles", x, weight, rows)
 
 
 def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
@@ -121,6 +159,9 @@ def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
     }  # fmt: skip
     floats = stack([drawn(seed, symmetric=True, coding="e2m1") for seed in range(2)], 2)
     assert (coding_of(floats)["bits"], coding_of(floats)["coding"]) == (4, "e2m1")
+    blocks = coding_of(stack_scaled([in_blocks(0)], 1), "down_")
+    told = tuple(blocks[name] for name in ("bits", "coding", "order", "down_group_size"))
+    assert told == (8, "e4m3", "interleaved", 128)
     assert coding_of(torch.zeros(1))["bits"] == 0
 
 

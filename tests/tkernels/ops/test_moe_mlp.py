@@ -19,7 +19,7 @@ from tkernels.recording import Recording
 from tkernels.tuning import NEAREST
 
 OP = OPS["moe_mlp"]
-DENSE = pytest.mark.parametrize("variant", [name for name in OP.variants if not name.startswith("dequant")])
+DENSE = pytest.mark.parametrize("variant", [name for name in OP.variants if not name.startswith(("dequant", "fp8"))])
 
 
 def inputs(tokens: int, top_k: int, experts: int, hidden: int = 24, width: int = 16) -> dict[str, Any]:
@@ -89,17 +89,18 @@ def test_one_expert_takes_all_or_none(seed: int, tokens: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "bits", "expected"),
+    ("tokens", "stored", "expected"),
     [
-        (1, 0, "gemv_per_pair"), (8, 0, "gemv_per_pair"), (9, 0, "padded_tiles"), (512, 0, "padded_tiles"),
-        (513, 0, "persistent"), (1, 4, "dequant_gemv"), (9, 4, "dequant_padded_tiles"),
-        (4096, 4, "dequant_padded_tiles"),
+        (1, "", "gemv_per_pair"), (8, "", "gemv_per_pair"), (9, "", "padded_tiles"), (512, "", "padded_tiles"),
+        (513, "", "persistent"), (1, ",W4", "dequant_gemv"), (9, ",W4", "dequant_padded_tiles"),
+        (4096, ",W4", "dequant_padded_tiles"), (8, ",FP8", "fp8_gemv"), (9, ",FP8", "fp8_padded_tiles"),
+        (4096, ",FP8", "fp8_padded_tiles"),
     ],
 )  # fmt: skip
-def test_auto_follows_the_number_of_tokens(tokens: int, bits: int, expected: str) -> None:
+def test_auto_follows_the_number_of_tokens(tokens: int, stored: str, expected: str) -> None:
     auto = OP.variants["auto"]
     assert auto.chosen is not None
-    axes = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B" + (",W4" if bits else "")], "T": tokens}
+    axes = {**CONTRACT.benchmarks[f"T=1,Qwen3-30B-A3B{stored}"], "T": tokens}
     assert auto.chosen(axes, auto.default[""], TARGETS["sm_90"]).name == expected
 
 
@@ -113,8 +114,8 @@ def test_weights_of_two_kinds_are_refused() -> None:
 @pytest.mark.parametrize("name", [name for name in OP.variants if name not in ("torch", "auto")])
 def test_a_variant_tells_its_sections_apart(name: str) -> None:
     recording, variant = Recording("cpu"), OP.variants[name]
-    bits = 4 if name.startswith("dequant") else 0
-    axes = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B" + (",W4" if bits else "")], "H": 128, "I": 128, "E": 4, "K": 2}
+    stored = {"dequant": ",W4", "fp8": ",FP8"}.get(name.partition("_")[0], "")
+    axes = {**CONTRACT.benchmarks[f"T=1,Qwen3-30B-A3B{stored}"], "H": 128, "I": 128, "E": 4, "K": 2}
     drawn = CONTRACT.draw_axes(lambda axis, values: values[0], {**axes, "activation": "float16", "weight": "float16"})
     arguments = prepared_case(variant, CONTRACT.case(drawn, 0)).inputs
     Kernel(variant, NEAREST, {}, ranges=recording)(**arguments)

@@ -15,6 +15,7 @@ import torch
 
 from tests.tmodel.conftest import checkpoint_tensors
 from tests.tmodel.formats.models import SHAPE, write
+from tests.tmodel.mixtures import mixture_tensors
 
 BLOCK = 128
 
@@ -110,7 +111,7 @@ def write_models(
     config where it is not the kind's own; `change` may alter a layer's tensors.
     """
     config = {**SHAPE, **changes}
-    dense = checkpoint_tensors(config)
+    dense = mixture_tensors(config) if "num_experts" in config else checkpoint_tensors(config)
     quantized = dict(dense)
     rng = np.random.default_rng(0)
     for name, tensor in dense.items():

@@ -17,7 +17,9 @@ from tests.tmodel.formats.models import write_models
 from tests.tmodel.formats.test_models import LIMITS, network, served, tokens
 from tests.tmodel.mixtures import MIXTURE
 from tests.tmodel.packed import load
+from tkernels.quantized.scaled_weight import dequantize
 from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tmodel import ConfigError, WeightError, kernel_axes, load_config
 from tmodel.decoders.experts import ExpertsLayer
 from tmodel.layers import ExpertsMLP
@@ -25,6 +27,7 @@ from tmodel.layers import ExpertsMLP
 QWEN3_MOE = {**MIXTURE, "moe_intermediate_size": 128}
 MIXTRAL = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
 GPTQ = Kind("gptq", 4, 32)
+BLOCKS = eight_bits.Kind("fp8", "float", "block")
 EXPERT = "model.layers.1.mlp.experts.2"
 
 
@@ -59,6 +62,72 @@ def test_quantized_experts_say_what_their_dense_twin_says(kind: Kind, tmp_path: 
         assert weight.shape == shape
         assert (weight.bits, weight.symmetric) == (kind.bits, kind.symmetric)
         assert (weight.permutation is not None) == (kind.act_order and kind.group_size != -1)
+
+
+EXPERTS_ALONE: dict[str, tuple[eight_bits.Kind, Mapping[str, Any]]] = {
+    "fp8": (BLOCKS, {"modules_to_not_convert": [".*self_attn"]}),
+    "compressed-tensors": (
+        eight_bits.Kind("compressed-tensors", "float", "block"), {"ignore": ["lm_head", "re:.*self_attn.*"]}
+    ),
+}  # fmt: skip
+
+
+def in_blocks(name: str, directory: Path, **fields: Any) -> tuple[Path, Path]:
+    """(a mixture whose experts are e4m3 blocks and whose other linears are dense, its dense twin)."""
+    kind, rest = EXPERTS_ALONE[name]
+    quantization = {**eight_bits.settings(kind), **rest}
+    return eight_bits.write_models(
+        directory, lambda layer: kind if "experts" in layer else None, quantization, **fields
+    )
+
+
+@pytest.mark.parametrize("name", EXPERTS_ALONE)
+def test_experts_in_e4m3_blocks_say_what_their_dense_twin_says(name: str, tmp_path: Path) -> None:
+    """In float32: their inputs stay as they are, and a code times a scale is rounded once in both."""
+    quantized, dense = in_blocks(name, tmp_path, **{**QWEN3_MOE, "moe_intermediate_size": 256})
+    llm = served(quantized)
+    assert tokens(llm) == tokens(served(dense))
+    assert set(llm.kernels) == set(kernel_axes(load_config(quantized), LIMITS))
+    experts, stored = experts_of(quantized), load_file(dense / "model.safetensors")
+    for weight, shape, scales in (
+        (experts.gate_up, (4, 512, 128), (4, 4, 1)),
+        (experts.down, (4, 128, 256), (4, 1, 2)),
+    ):
+        assert isinstance(weight, StackedScaledWeight)
+        assert (weight.shape, tuple(weight.scales.shape)) == (shape, scales)
+        assert all(part.untyped_storage().nbytes() == part.nbytes for _, part in weight.parts())  # nothing but it
+    own = [stored[f"{EXPERT}.{part}.weight"] for part in ("gate_proj", "up_proj")]
+    assert torch.equal(dequantize(experts.gate_up.expert(2)), torch.cat(own))  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize("variant", ["auto", "fp8_padded_tiles", "composed"])
+def test_kernels_of_e4m3_blocks_compute_what_torch_does(variant: str, tmp_path: Path) -> None:
+    fields = {**QWEN3_MOE, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    directory, _ = in_blocks("fp8", tmp_path, **fields)
+    plain, mine = experts_of(directory, 0), experts_of(directory, 0, moe_mlp=variant)
+    assert mine.moe_mlp.variant.name == variant
+    generator = torch.Generator().manual_seed(0)
+    x, counts = torch.randn((3, 128), generator=generator), torch.rand((3, 2), generator=generator)
+    chosen = torch.tensor([[0, 3], [1, 0], [3, 2]], dtype=torch.int32)
+    torch.testing.assert_close(mine(x, chosen, counts), plain(x, chosen, counts), rtol=1e-5, atol=1e-5)
+
+
+def test_gates_and_ups_whose_last_block_is_not_full_are_refused(tmp_path: Path) -> None:
+    """Down has them as inputs, which blocks have to fill."""
+    fields = {**QWEN3_MOE, "moe_intermediate_size": 192}
+    quantized, _ = write_models(tmp_path, GPTQ, eight_bits.settings(BLOCKS), **fields)
+    with pytest.raises(ConfigError, match=r"experts\.0\.down_proj: its 192 inputs are no multiple of 128"):
+        load_config(quantized)
+
+
+def test_e4m3_downs_are_not_served_beside_dense_gates_and_ups(tmp_path: Path) -> None:
+    listed = {**eight_bits.settings(BLOCKS), "modules_to_not_convert": [".*self_attn", r".*(gate|up)_proj"]}
+    downs, _ = eight_bits.write_models(
+        tmp_path, lambda name: BLOCKS if "experts" in name and "down" in name else None, listed, **QWEN3_MOE
+    )
+    message = r"gate_proj is stored in 0 bits and .*down_proj in 8 \(0: dense\), in uniform and e4m3 codes"
+    with pytest.raises(ConfigError, match=message):
+        served(downs)
 
 
 def modules_not_converted(*names: str) -> Mapping[str, Any]:
@@ -177,10 +246,14 @@ REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
         {**settings(Kind("awq", 4, 32)), "modules_to_not_convert": ["gate"]},
         r"experts\.0\.up_proj is stored as .*but .*experts\.0\.gate_proj as dense",
     ),
-    "fp8 blocks": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-        r"experts\.0\.gate_proj: experts whose inputs are quantized too \(float8_e4m3fn\) are not supported",
-    ),
+    **{
+        str(kind): (
+            eight_bits.settings(kind),
+            r"experts\.0\.gate_proj: experts whose inputs are quantized too \(float8_e4m3fn\) are not supported",
+        )
+        for kind in eight_bits.KINDS
+        if kind.codes == "float" and kind.scales != "block"
+    },
     "int8": (
         eight_bits.settings(eight_bits.KINDS[0]),
         r"experts\.0\.gate_proj: experts whose inputs are quantized too",

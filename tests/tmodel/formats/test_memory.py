@@ -192,6 +192,15 @@ def test_so_does_a_quantized_mixture_of_experts(kind: Kind, variant: str, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("variant", ["torch", "auto"])
+def test_so_does_a_mixture_of_experts_in_e4m3_blocks(variant: str, tmp_path: Path) -> None:
+    kind = eight_bits.Kind("fp8", "float", "block")
+    small, _ = eight_bits.write_models(tmp_path, kind, **MIXTURE | {"moe_intermediate_size": 128})
+    large = write_wide(tmp_path / "large", eight_bits.settings(kind), eight_bit_parts(kind), experts=16)
+    assert_peak(small, large, {"moe_mlp": variant})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["torch", "dequant_padded_tiles"])
 def test_so_does_a_mixture_in_mxfp4(variant: str, tmp_path: Path) -> None:
     """A layer is a twelfth of it, nine tenths of which are experts."""

@@ -1,4 +1,4 @@
-"""How contracts take the weights of all experts: one dense tensor, or a StackedWeight."""
+"""How contracts take the weights of all experts: one dense tensor, a StackedWeight or a StackedScaledWeight."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,36 +9,46 @@ import torch
 from tkernels.contract import Axes, Axis, Choice, Constraint, ContractError, Int, Tensor, Value, bind_axis, is_aligned
 from tkernels.inputs import dtype_name
 from tkernels.quantized.codes import ORDERS
+from tkernels.quantized.row_codes import BLOCK
 from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
+
+Weight = torch.Tensor | StackedWeight | StackedScaledWeight
 
 DENSE_BITS = 0
 """In place of a code's bits: the weights are numbers of the activations' dtype."""
 
 
-def coding_of(weight: torch.Tensor | StackedWeight, prefix: str = "") -> dict[str, Value]:
+def coding_of(weight: Weight, prefix: str = "") -> dict[str, Value]:
     """The axes that say how a weight is stored: what a call binds, and what `select` is told of a model's.
 
     prefix: See ExpertWeights.
     """
     shared: dict[str, Value] = {"bits": DENSE_BITS, "coding": "uniform", "order": "interleaved"}
     own: dict[str, Value] = {"group_size": 0, "padding": 0, "symmetric": True, "permuted": False}
-    if not isinstance(weight, StackedWeight):
-        return {**shared, **{f"{prefix}{name}": value for name, value in own.items()}}
-    shared = {"bits": weight.bits, "coding": weight.coding, "order": weight.order}
-    own = {
-        "group_size": weight.group_size,
-        "padding": weight.places - weight.inputs,
-        "symmetric": weight.symmetric,
-        "permuted": weight.permutation is not None,
-    }
+    if isinstance(weight, StackedScaledWeight):
+        shared |= {"bits": 8, "coding": "e4m3"}
+        own["group_size"] = BLOCK
+    elif isinstance(weight, StackedWeight):
+        shared = {"bits": weight.bits, "coding": weight.coding, "order": weight.order}
+        own = {
+            "group_size": weight.group_size,
+            "padding": weight.places - weight.inputs,
+            "symmetric": weight.symmetric,
+            "permuted": weight.permutation is not None,
+        }
     return {**shared, **{f"{prefix}{name}": value for name, value in own.items()}}
 
 
 _PADDINGS = (0, 3, 11, 24, 27, 56)
 
 
-BITS = Choice("bits", (8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
-CODING = Choice("coding", ("uniform", "uniform", "e2m1"), "what codes are: integers, or floats of 4 bits")
+BITS = Choice("bits", (8, 8, 8, 3, 2, 4, 4, *(DENSE_BITS,) * 5), "of a code; 0 of dense weights")
+CODING = Choice(
+    "coding",
+    ("uniform", "e4m3", "e2m1", "e4m3"),
+    "what codes are: integers, floats of 4 bits, or floats of 8 with a scale for each block of 128 x 128",
+)
 ORDER = Choice("order", ORDERS, "of the codes in a word: a checkpoint's, or as `prepare` makes it")
 """Axes that all weights of a call share. Values that are listed again are likelier draws."""
 
@@ -74,8 +84,12 @@ def coding_rules(inputs: str, prefix: str = "") -> tuple[Constraint, ...]:
             f"{group_size} == 0 or ({inputs} + {padding}) % {group_size} == 0",
             f"bits or {symmetric}",
             "bits or order == 'interleaved'",
-            "coding == 'uniform' or bits == 4",
+            "coding == 'uniform' or bits == (8 if coding == 'e4m3' else 4)",
             f"coding == 'uniform' or {symmetric}",
+            f"coding != 'e4m3' or not {permuted}",
+            f"coding != 'e4m3' or {inputs} % {BLOCK} == 0",
+            f"coding != 'e4m3' or {group_size} == {BLOCK}",
+            "coding != 'e4m3' or order == 'interleaved'",
         )
     )
 
@@ -98,7 +112,7 @@ class ExpertWeights:
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
-        """Each part's rule; what shapes have to do with each other the weight has seen to itself."""
+        """Each part's rule, of codes in words; what shapes have to do with each other the weight has seen to itself."""
         experts, outputs, _ = self.dims.split()
         return {
             "packed": Tensor(f"{experts} W {outputs}", "int32"),
@@ -108,13 +122,19 @@ class ExpertWeights:
             "permutation": Tensor(f"{experts} P", "int32"),
         }
 
+    @cached_property
+    def scaled_parts(self) -> dict[str, Tensor]:
+        """As `parts`, of e4m3 codes."""
+        return {"values": Tensor(self.dims, "float8_e4m3fn"), "scales": Tensor("E R G", "float32")}
+
     def bind(self, op: str, name: str, value: Any, axes: dict[str, Value], device: torch.device | None) -> None:
         if isinstance(value, torch.Tensor):
             self.dense.bind(op, name, value, axes, device)
-        elif isinstance(value, StackedWeight):
+        elif isinstance(value, StackedWeight | StackedScaledWeight):
             own: dict[str, Value] = {}
+            rules = self.parts if isinstance(value, StackedWeight) else self.scaled_parts
             for part, tensor in value.parts():
-                self.parts[part].bind(op, f"{name}.{part}", tensor, own, device)
+                rules[part].bind(op, f"{name}.{part}", tensor, own, device)
             for dim, size in zip(self.dense.shape, value.shape, strict=True):
                 solved = dim.solve(size)
                 if dim.name is None or solved is None:
@@ -122,7 +142,10 @@ class ExpertWeights:
                         f"{op}: argument {name!r} has shape {list(value.shape)}, where [{self.dims}] is needed"
                     )
                 bind_axis(op, name, dim.name, solved, axes)
-            bind_axis(op, name, "weight", dtype_name(value.dtype), axes)
+            if isinstance(value, StackedWeight):
+                bind_axis(op, name, "weight", dtype_name(value.dtype), axes)
+            elif "activation" in axes:  # which e4m3 codes become
+                bind_axis(op, name, "weight", axes["activation"], axes)
             axes[f"{name}_aligned"] = all(is_aligned(part) for _, part in value.parts())
         else:
             raise ContractError(
@@ -172,4 +195,14 @@ def needs_codes(axes: Axes) -> str | None:
     """Why a variant that unpacks codes cannot take these weights, or None where it can."""
     if not axes.get("bits", DENSE_BITS):
         return "its weights are codes, not dense"
+    if axes.get("coding", "uniform") == "e4m3":
+        return "its weights are codes in words, not e4m3"
     return needs_interleaved(axes)
+
+
+def needs_e4m3(axes: Axes) -> str | None:
+    """Why a variant that reads e4m3 codes and scales of blocks cannot take these weights, or None where it can."""
+    bits, coding = axes.get("bits", DENSE_BITS), axes.get("coding", "uniform")
+    if not bits:
+        return "its weights are e4m3 codes, not dense"
+    return None if coding == "e4m3" else f"its weights are e4m3 codes, not {coding} ones of {bits} bits"

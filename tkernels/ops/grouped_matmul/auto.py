@@ -9,12 +9,21 @@ import torch
 
 from tkernels import Axes, DeviceFacts, Run, Variant
 from tkernels.ops.algorithms import Algorithms
-from tkernels.ops.grouped_matmul._argument import needs_codes, needs_dense
+from tkernels.ops.grouped_matmul._argument import needs_codes, needs_dense, needs_e4m3
 from tkernels.quantized.stacked import interleaved_experts
 
 ALGORITHMS = Algorithms(
     "grouped_matmul",
-    ("gemv_per_pair", "dequant_gemv", "tensor_descriptor", "persistent", "dequant_padded_tiles", "padded_tiles"),
+    (
+        "gemv_per_pair",
+        "dequant_gemv",
+        "fp8_gemv",
+        "tensor_descriptor",
+        "persistent",
+        "dequant_padded_tiles",
+        "fp8_padded_tiles",
+        "padded_tiles",
+    ),
 )
 
 
@@ -36,7 +45,7 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return needs_codes(axes) if needs_dense(axes) else None
+    return None if needs_dense(axes) is None or needs_e4m3(axes) is None else needs_codes(axes)
 
 
 VARIANT = Variant(
@@ -49,7 +58,7 @@ VARIANT = Variant(
     workspace=ALGORITHMS.workspace,
     chosen=ALGORITHMS.chosen,
     prepare=interleaved_experts,
-    key=("T", "K", "E", "N", "C", "tile", "bits"),
+    key=("T", "K", "E", "N", "C", "tile", "bits", "coding"),
     deterministic=True,
     batch_invariant=False,  # another number of tokens may be another algorithm
 )

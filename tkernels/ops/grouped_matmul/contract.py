@@ -19,16 +19,24 @@ from tkernels.ops.grouped_matmul._argument import (
     ORDER,
     ExpertsOfRows,
     ExpertWeights,
+    Weight,
     coding_axes,
     coding_rules,
 )
+from tkernels.ops.scaled_matmul.contract import FP8_SPREAD, draw_codes
 from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.quantized.codes import ORDERS
-from tkernels.quantized.stacked import StackedWeight, dequantize_experts, interleaved_experts, stack
-from tkernels.quantized.weight import QuantizedWeight, dequantize
-
-Weight = torch.Tensor | StackedWeight
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.stacked import (
+    StackedWeight,
+    dequantize_expert,
+    dequantize_experts,
+    interleaved_experts,
+    stack,
+)
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 
 def reference(
@@ -50,7 +58,8 @@ def reference(
 
     Args:
         x: [X, C] with X = T or X = T * K, any float dtype, free row stride.
-        weight: [E, N, C], as x, free strides but the last; or a StackedWeight of E experts, N outputs and C inputs.
+        weight: [E, N, C], as x, free strides but the last; or a StackedWeight or StackedScaledWeight of E experts, N
+            outputs and C inputs.
         experts: [T, K] int32 in [-1, E), free row stride; -1: the pair is left out.
         order, starts, tile_expert, tile_start: What sort_by_expert makes of `experts` with this `tile`, contiguous.
             They say nothing that `experts` does not: they are how the work is cut.
@@ -66,7 +75,7 @@ def reference(
     Source: the grouped products of MegaBlocks (Gale et al., 2023), with the gather and the scatter of ScatterMoE (Tan
     et al., 2024).
     """
-    dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+    dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
     choices = experts.flatten()  # [T K]
     out = x.new_full((choices.numel(), dense.shape[1]), torch.nan)
     for expert in range(dense.shape[0]):
@@ -115,7 +124,7 @@ def baseline(
                 own = x[_row_of(pairs, x, experts)] @ _expert_of(weight, expert, x.dtype).t()
                 out[pairs] = own if bias is None else own.add_(bias[expert])
     else:
-        dense = dequantize_experts(weight, x.dtype) if isinstance(weight, StackedWeight) else weight
+        dense = weight if isinstance(weight, torch.Tensor) else dequantize_experts(weight, x.dtype)
         pairs = torch.where(order < 0, choices, order).long()
         rows = _row_of(pairs.clamp(max=choices - 1), x, experts)
         own = torch._grouped_mm(x[rows], dense.transpose(1, 2), offs=starts[1:])  # [T K, N]
@@ -128,7 +137,7 @@ def baseline(
 
 
 def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
-    return dequantize(weight.expert(expert), dtype) if isinstance(weight, StackedWeight) else weight[expert]
+    return weight[expert] if isinstance(weight, torch.Tensor) else dequantize_expert(weight, expert, dtype)
 
 
 _DRAWN_EXPERTS = 8
@@ -143,19 +152,32 @@ def _turned(weight: QuantizedWeight, turns: int) -> QuantizedWeight:
     return replace(weight, **{name: part.roll(turns, -1) for name, part in by_output.items()})
 
 
-def draw_experts_weight(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = "") -> StackedWeight:
+def draw_experts_weight(
+    axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = ""
+) -> StackedWeight | StackedScaledWeight:
     """Codes for all experts [E, N, C] as the axes of one weight say (`prefix`: see ExpertWeights)."""
+    # Another padding for each part: one's stride taken for another's, which is as wide, must show.
+    paddings = count(8, 8)
+    drawn = _drawn_e4m3(draws, shape) if axes["coding"] == "e4m3" else _drawn_words(axes, draws, shape, prefix)
+    return drawn.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+
+
+def _drawn_e4m3(draws: Draws, shape: tuple[int, int, int]) -> StackedScaledWeight:
+    """Values such that outputs are of x's size whatever C is."""
+    experts, outputs, inputs = shape
+    values = draw_codes((experts * outputs, inputs), torch.float8_e4m3fn, "ordinary", draws).view(shape)
+    scales = draws.normal((experts, -(-outputs // BLOCK), inputs // BLOCK), torch.float32).abs() + 0.1
+    return StackedScaledWeight(values, scales / (FP8_SPREAD * inputs**0.5))
+
+
+def _drawn_words(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str) -> StackedWeight:
     experts, outputs, inputs = shape
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
     shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
     point = {"N": outputs, "K": inputs, **shared, **own}
     drawn = [draw_weight(point, draws) for _ in range(min(experts, _DRAWN_EXPERTS))]
     weight = stack([_turned(drawn[e % len(drawn)], e // len(drawn)) for e in range(experts)], experts)
-    if axes["order"] == "interleaved":
-        weight = interleaved_experts(weight)
-    # Another padding for each part: one's stride taken for another's, which is as wide, must show.
-    paddings = count(8, 8)
-    return weight.map_tensors(lambda part: draws.laid_out(part, axes["weight_layout"], padding=next(paddings)))
+    return interleaved_experts(weight) if axes["order"] == "interleaved" else weight
 
 
 def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
@@ -237,7 +259,9 @@ TOKEN_CLASSES = (1, 8, 64, 512)
 """The largest numbers of tokens between which another tile of experts' products may be the best."""
 
 
-def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS) -> dict[str, Value]:
+def _benchmark(
+    tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: int = DENSE_BITS, coding: str = "uniform"
+) -> dict[str, Value]:
     experts, top_k, hidden, width = sizes
     tile = tile_of_pairs(tokens * top_k, experts)
     point: dict[str, Value] = {
@@ -250,7 +274,7 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], down: bool, bits: 
     point |= {"N": hidden, "C": width} if down else {"N": 2 * width, "C": hidden}
     point |= {
         "bits": bits,
-        "coding": "uniform",
+        "coding": coding,
         "group_size": 128 if bits else 0,
         "padding": 0,
         "symmetric": True,
@@ -272,9 +296,9 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
                 published = _benchmark(tokens, SERVED_MIXTURES["gpt-oss-20b"], down, 4) | floats
                 points[f"T={tokens},gpt-oss-20b,{way},MXFP4"] = published
                 points[f"T={tokens},Mixtral-8x7B,{way}"] = _benchmark(tokens, SERVED_MIXTURES["Mixtral-8x7B"], down)
-        for bits, name in ((4, ",W4"), (DENSE_BITS, "")):
+        for bits, coding, name in ((4, "uniform", ",W4"), (8, "e4m3", ",FP8"), (DENSE_BITS, "uniform", "")):
             for way, down in ways.items():
-                points[f"T={tokens},Qwen3-30B-A3B,{way}{name}"] = _benchmark(tokens, qwen3, down, bits)
+                points[f"T={tokens},Qwen3-30B-A3B,{way}{name}"] = _benchmark(tokens, qwen3, down, bits, coding)
     return points
 
 
@@ -291,7 +315,7 @@ CONTRACT = Contract(
         Int("N", 1, 2**24, (13, 8, 16, 40), "output features", wide=(136,)),
         BITS,
         CODING,
-        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 72, 136), "input features", wide=(640,))),
+        *coding_axes(Int("C", 1, 2**24, (8, 64, 37, 128, 72, 136), "input features", wide=(640,))),
         ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
@@ -332,7 +356,7 @@ CONTRACT = Contract(
     benchmarks=_benchmarks(),
     inspected={
         "bits3": {"bits": 3},
-        "bits8": {"bits": 8},
+        "bits8": {"bits": 8, "coding": "uniform"},
         "e2m1": {"coding": "e2m1"},
     },
     loaded={"order": ORDERS[0]},

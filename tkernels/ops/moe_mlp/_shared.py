@@ -7,7 +7,7 @@ from tkernels.contract import Axes
 from tkernels.device import DeviceFacts
 from tkernels.inputs import dtype_of
 from tkernels.ops.activations import swiglu_of
-from tkernels.ops.grouped_matmul._argument import needs_codes, needs_dense
+from tkernels.ops.grouped_matmul._argument import needs_codes, needs_dense, needs_e4m3
 from tkernels.ops.grouped_matmul._tiles import products_buffers
 from tkernels.ops.sort_by_expert._tables import table_buffers
 from tkernels.workspace import Buffer
@@ -31,6 +31,11 @@ def supports_dense(axes: Axes, device: DeviceFacts) -> str | None:
 def supports_codes(axes: Axes, device: DeviceFacts) -> str | None:
     """Why a variant for codes does not take these, or None where it does."""
     return needs_codes(axes)
+
+
+def supports_e4m3(axes: Axes, device: DeviceFacts) -> str | None:
+    """Why a variant for e4m3 codes does not take these, or None where it does."""
+    return needs_e4m3(axes)
 
 
 @triton.jit

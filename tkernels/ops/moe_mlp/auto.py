@@ -9,11 +9,20 @@ import torch
 
 from tkernels import Axes, DeviceFacts, Run, Variant
 from tkernels.ops.algorithms import Algorithms
-from tkernels.ops.moe_mlp._shared import supports_codes, supports_dense
+from tkernels.ops.moe_mlp._shared import supports_codes, supports_dense, supports_e4m3
 from tkernels.quantized.stacked import interleaved_experts
 
 ALGORITHMS = Algorithms(
-    "moe_mlp", ("gemv_per_pair", "dequant_gemv", "persistent", "dequant_padded_tiles", "padded_tiles")
+    "moe_mlp",
+    (
+        "gemv_per_pair",
+        "dequant_gemv",
+        "fp8_gemv",
+        "persistent",
+        "dequant_padded_tiles",
+        "fp8_padded_tiles",
+        "padded_tiles",
+    ),
 )
 
 
@@ -33,7 +42,9 @@ def launch(
 
 
 def supports(axes: Axes, device: DeviceFacts) -> str | None:
-    return supports_codes(axes, device) if supports_dense(axes, device) else None
+    if supports_dense(axes, device) is None or supports_e4m3(axes, device) is None:
+        return None
+    return supports_codes(axes, device)
 
 
 VARIANT = Variant(
@@ -46,7 +57,7 @@ VARIANT = Variant(
     workspace=ALGORITHMS.workspace,
     chosen=ALGORITHMS.chosen,
     prepare=interleaved_experts,
-    key=("T", "K", "E", "H", "I", "bits"),
+    key=("T", "K", "E", "H", "I", "bits", "coding"),
     deterministic=True,
     batch_invariant=False,  # another number of tokens may be another algorithm
 )

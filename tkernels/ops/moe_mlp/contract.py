@@ -16,15 +16,19 @@ from tkernels.ops.grouped_matmul._argument import (
     DENSE_BITS,
     ORDER,
     ExpertWeights,
+    Weight,
     coding_axes,
     coding_rules,
 )
-from tkernels.ops.grouped_matmul.contract import TOKEN_CLASSES, Weight, draw_experts_weight
+from tkernels.ops.grouped_matmul.contract import TOKEN_CLASSES, draw_experts_weight
 from tkernels.ops.served_models import SERVED_MIXTURES
 from tkernels.ops.sort_by_expert import contract as sort_by_expert
 from tkernels.ops.swiglu import contract as swiglu
 from tkernels.ops.swiglu.contract import LIMIT, LIMITS
 from tkernels.quantized.codes import ORDERS
+from tkernels.quantized.row_codes import BLOCK
+from tkernels.quantized.stacked import StackedWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight
 
 
 def reference(
@@ -46,8 +50,8 @@ def reference(
         experts: [T, K] int32 in [-1, E), free row stride, as `route` makes them; -1: the pair is no part of the sum.
         weights: [T, K] float32, free row stride: what each expert counts.
         gate_up: [E, 2 I, H], as x, free strides but the last: the gate's I rows, then the up projection's; or a
-            StackedWeight of E experts, 2 I outputs and H inputs.
-        down: [E, H, I], likewise; or a StackedWeight.
+            StackedWeight or StackedScaledWeight of E experts, 2 I outputs and H inputs.
+        down: [E, H, I], likewise; or stored as gate_up.
         gate_up_bias: [E, 2 I], as x.
         down_bias: [E, H], as x.
         limit: swiglu's, for the clamped form.
@@ -110,7 +114,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         else:
             coded = draw_experts_weight({**axes, "weight_layout": axes["layout"]}, draws, shape, f"{name}_")
             if name == "gate_up" and axes["values"] == "huge":
-                coded.scales[..., width:] /= 128
+                _ups_of(coded, width).div_(128)
             made[name] = coded
     chosen = draw_experts(draws, tokens, top_k, experts, str(axes["routing"]), dropped=bool(axes["dropped"]))
     weights = draws.normal((tokens, top_k), torch.float32).abs()
@@ -125,6 +129,13 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         bias = draws.normal((experts, outputs), dtype) if axes[name] else None
         arguments[name] = None if bias is None else draws.laid_out(bias, axes["layout"])
     return arguments
+
+
+def _ups_of(weight: StackedWeight | StackedScaledWeight, width: int) -> torch.Tensor:
+    """The scales of the up projection."""
+    if isinstance(weight, StackedScaledWeight):
+        return weight.scales[:, width // BLOCK :]
+    return weight.scales[..., width:]
 
 
 def bytes_moved(case: Case) -> int:
@@ -164,6 +175,11 @@ def _benchmarks() -> dict[str, dict[str, Value]]:
         f"T={tokens},gpt-oss-20b,MXFP4": _benchmark(tokens, SERVED_MIXTURES["gpt-oss-20b"], 4, 32) | published
         for tokens in (1, 16, 256, 4096)
     }
+    blocks: dict[str, Value] = {"coding": "e4m3"}
+    points |= {
+        f"T={tokens},Qwen3-30B-A3B,FP8": _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], 8, 128) | blocks
+        for tokens in (1, 8, 64, 512, 4096)
+    }
     points |= {
         f"T={tokens},Qwen3-30B-A3B,W4": _benchmark(tokens, SERVED_MIXTURES["Qwen3-30B-A3B"], 4, 128)
         for tokens in (1, 8, 64, 512, 4096)
@@ -185,8 +201,10 @@ CONTRACT = Contract(
         Int("E", 1, 2**12, (4, 5, 8, 1), "experts"),
         BITS,
         CODING,
-        *coding_axes(Int("H", 1, 2**24, (8, 64, 37, 72), "hidden size", wide=(136,)), "gate_up_"),
-        *coding_axes(Int("I", 1, 2**23, (8, 32, 37, 40), "intermediate size of an expert", wide=(72,)), "down_"),
+        *coding_axes(Int("H", 1, 2**24, (8, 64, 37, 128, 72), "hidden size", wide=(136,)), "gate_up_"),
+        *coding_axes(
+            Int("I", 1, 2**23, (8, 32, 37, 128, 40), "intermediate size of an expert", wide=(72, 256)), "down_"
+        ),
         ORDER,
         dtype_axis("activation"),
         dtype_axis("weight"),
