@@ -211,7 +211,8 @@ class _Trace:
         parts = [op.variants[op.default_on(torch.device("cuda"))] for op in variant.part_ops]
         given = map_tensors(arguments, lambda one: one if _is_index(one) else self._without_values(one))
         with _KeepsIntegers():
-            called = [self._part(part, variant.axes_of_part(part.contract, axes)) for part in parts]
+            called: list[Any] = [self._part(part, variant.axes_of_part(part.contract, axes)) for part in parts]
+            called += Kernel(variant, NEAREST, {}).section_given
             variant.function(*called, **variant.taken_arguments(given))
 
     def _part(self, variant: Variant, drawn: Axes) -> Callable[..., Any]:
