@@ -39,7 +39,8 @@ def needed_parameters(variant: "Variant", left_out: Sequence[str]) -> list[str]:
     arguments = [name for name in contract.arguments if name not in left_out]
     if variant.launch is not None:
         return ["run", *taken_outputs(contract, left_out), *arguments]
-    return [*variant.parts, *arguments]
+    tells_sections = bool(variant.parts and contract.sections)
+    return [*variant.parts, *["section"] * tells_sections, *arguments]
 
 
 def find_faults(variant: "Variant") -> list[Fault]:

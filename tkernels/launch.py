@@ -7,7 +7,8 @@ none of this.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,12 +21,17 @@ from tkernels.device import DeviceFacts, device_facts
 from tkernels.inputs import clone_inputs
 from tkernels.launch_plan import Launched, LaunchPlan, record_plan
 from tkernels.mode import MODE
-from tkernels.ranges import NVTX, Range, Ranges
+from tkernels.names import Names
+from tkernels.ranges import NVTX, SILENCE, Range, Ranges
 from tkernels.tuning import NEAREST, Tuning
 from tkernels.variant import UnsupportedError, Variant
 from tkernels.workspace import Buffer
 
 _STRUCTURES_KEPT = 4096
+
+
+Section = Callable[[str], AbstractContextManager[object]]
+"""Gives the range of one of the contract's sections, by name."""
 
 
 class Door(Protocol):
@@ -60,7 +66,7 @@ def launch_options(config: Config) -> dict[str, int | bool]:
 @dataclass(frozen=True, slots=True)
 class Run:
     """A launcher's first parameter: the device's facts, the axes that the call binds, the tuned config, the workspace,
-    and the door.
+    the door, and the ranges that what is launched in one of the contract's sections is launched in.
     """
 
     device: DeviceFacts
@@ -68,6 +74,7 @@ class Run:
     config: Config
     workspace: Mapping[str, torch.Tensor]
     door: Door
+    section: Section = field(default=lambda name: SILENCE, kw_only=True)
 
     @property
     def early_tiles(self) -> int:
@@ -121,6 +128,7 @@ class Kernel:
 
     _writes: bool = field(init=False, repr=False, compare=False)
     _range: Range = field(init=False, repr=False, compare=False)
+    _sections: Names[Range] = field(init=False, repr=False, compare=False)
     _callables: dict[torch.device, tuple[Callable[..., Any], ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -129,12 +137,23 @@ class Kernel:
         contract = self.variant.contract
         object.__setattr__(self, "_writes", bool(contract.writes or contract.consumes))
         object.__setattr__(self, "_range", self.ranges.named(f"{contract.name}.{self.label}", "op"))
+        sections = {name: self.ranges.named(f"{contract.name} {name}", "section") for name in contract.sections}
+        object.__setattr__(self, "_sections", Names(f"section of {contract.name}", sections))
 
     @property
     def label(self) -> str:
         """ "split_kv[num_splits=4]": the variant, with what its config is pinned to."""
         pins = ",".join(f"{name}={value}" for name, value in sorted(self.pins.items()))
         return f"{self.variant.name}[{pins}]" if pins else self.variant.name
+
+    def section(self, name: str) -> Range:
+        """The range of one of the contract's sections."""
+        return self._sections[name]
+
+    @property
+    def section_given(self) -> tuple[Section, ...]:
+        """What a composed fusion's function is given after its parts: `section`, where the contract has any."""
+        return (self.section,) if self._sections else ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         structure, addresses = read_structure(args, kwargs, self._writes)
@@ -167,7 +186,7 @@ class Kernel:
         return known
 
     def _part_callables(self, device: torch.device) -> tuple[Callable[..., Any], ...]:
-        """What a composed fusion calls, in its variant's order."""
+        """What a composed fusion calls, in its variant's order, and what names its sections."""
         found = self._callables.get(device)
         if found is None:
             parts = self.parts
@@ -177,10 +196,11 @@ class Kernel:
             # The fusion has checked the call: a part that is a plain function, with no config to find, is called as it
             # is. Looking its structure up again would cost 3 us in every layer. One that leaves options out is asked:
             # the fusion may set what the fusion's own axes do not show.
-            found = tuple(
+            called = (
                 part._call_function if part.variant.function is not None and not part.variant.left_out else part
                 for part in parts
             )
+            found = (*called, *self.section_given)
             self._callables[device] = found
         return found
 
@@ -233,10 +253,22 @@ class Kernel:
         workspace = self._take_workspace(buffers, device)
 
         def run(tell: Callable[[Launched], None]) -> None:
-            def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-                tell(Launched(grid, arguments, _jit_launch(kernel, grid, arguments, config)))
+            entered: Range = SILENCE
 
-            self._run_launcher(variant, Run(facts, axes, config, workspace, door), outputs, bound)
+            def door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+                tell(Launched(grid, arguments, _jit_launch(kernel, grid, arguments, config), entered))
+
+            @contextmanager
+            def section(name: str) -> Iterator[None]:
+                nonlocal entered
+                entered = self.section(name)
+                try:
+                    with entered:
+                        yield
+                finally:
+                    entered = SILENCE
+
+            self._run_launcher(variant, Run(facts, axes, config, workspace, door, section=section), outputs, bound)
 
         present = [output for output in outputs.values() if output is not None]
         return record_plan(run, tensors, present, workspace, buffers, device)
@@ -281,7 +313,8 @@ class Kernel:
         """Runs the launcher into outputs that the caller owns (the checks poison them first)."""
         variant, config = self._pick(axes, config, facts)
         workspace = self._take_workspace(variant.workspace(axes, config, facts), device)
-        self._run_launcher(variant, Run(facts, axes, config, workspace, self.door), outputs, arguments)
+        run = Run(facts, axes, config, workspace, self.door, section=self.section)
+        self._run_launcher(variant, run, outputs, arguments)
 
     def _pick(self, axes: Axes, config: Config, facts: DeviceFacts) -> tuple[Variant, Config]:
         """The variant that a call runs, and its config: another of the op where this one picks among them."""

@@ -12,6 +12,7 @@ A plan holds numbers and compiled kernels, none of a call's tensors.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tkernels.ranges import Range
 from tkernels.workspace import Buffer, ZeroedBuffers
 
 _TENSORS = (torch.Tensor, TensorDescriptor)
@@ -31,11 +33,12 @@ _CONSTANTS = (int, float, str, type(None), tl.dtype, tl.constexpr, torch.dtype)
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One launch as it was asked for, and the kernel that was compiled for it."""
+    """One launch as it was asked for, the kernel that was compiled for it, and the section that it is in."""
 
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     compiled: Any
+    section: Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,7 @@ class LaunchPlan:
     scratch: The bytes of all workspace that is new in each call, in one piece.
     places: Where in it each buffer begins.
     zeroed: The workspace that is kept at zero.
+    sections: The launches by the range that they are launched in: SILENCE for those in no section of their op's work.
     settings: Of Triton's compiler, when the kernels were compiled.
     """
 
@@ -144,16 +148,22 @@ class LaunchPlan:
     scratch: int
     places: tuple[int, ...]
     zeroed: tuple[tuple[str, Buffer], ...]
-    launches: tuple[PlannedLaunch, ...]
+    sections: tuple[tuple[Range, tuple[PlannedLaunch, ...]], ...]
     settings: tuple[Any, ...]
+
+    @property
+    def launches(self) -> tuple[PlannedLaunch, ...]:
+        """All of them, in order."""
+        return tuple(launch for _, launches in self.sections for launch in launches)
 
     def holds(self) -> bool:
         """Whether Triton would still launch these very kernels."""
         if self.settings != compiler_settings():
             return False
-        for launch in self.launches:  # noqa: SIM110
-            if not launch.holds():
-                return False
+        for _, launches in self.sections:
+            for launch in launches:
+                if not launch.holds():
+                    return False
         return True
 
     def run(self, addresses: list[int], kept: ZeroedBuffers) -> Any:
@@ -176,11 +186,13 @@ class LaunchPlan:
                 addresses.append(begin + place)
         for name, buffer in self.zeroed:
             addresses.append(kept.take(name, buffer, device).data_ptr())
-        if self.launches:
+        if self.sections:
             active = driver.active
             stream = active.get_current_stream(active.get_current_device())
-            for launch in self.launches:
-                launch.start(addresses, stream)
+            for section, launches in self.sections:
+                with section:
+                    for launch in launches:
+                        launch.start(addresses, stream)
         return outputs[0] if len(outputs) == 1 else tuple(outputs) or None
 
 
@@ -223,9 +235,10 @@ def record_plan(
     fresh = {name: buffer for name, buffer in buffers.items() if not buffer.zeroed}
     zeroed = {name: buffer for name, buffer in buffers.items() if buffer.zeroed}
     sources = [*tensors, *outputs, *(workspace[name] for name in (*fresh, *zeroed))]
-    launches = [_plan_launch(one, sources) for one in launched]
-    if host.found or None in launches:
+    launches = [(one.section, planned) for one in launched if (planned := _plan_launch(one, sources)) is not None]
+    if host.found or len(launches) < len(launched):
         return None
+    by_section = groupby(launches, key=lambda launch: launch[0])
     places, scratch = _lay_out(list(fresh.values()))
     return LaunchPlan(
         device,
@@ -233,7 +246,7 @@ def record_plan(
         scratch,
         places,
         tuple(zeroed.items()),
-        tuple(one for one in launches if one is not None),
+        tuple((section, tuple(planned for _, planned in mine)) for section, mine in by_section),
         settings,
     )
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import nvtx
 
-Category = Literal["step", "phase", "layer", "part", "op"]
+Category = Literal["step", "phase", "layer", "part", "op", "section"]
 """step: of an engine. phase: what it does in a step. layer: of a model. part: a part of a model that is no op (an
-embedding, a linear layer by its weights' names). op: a kernel, as "op.variant"."""
+embedding, a linear layer by its weights' names). op: a kernel, as "op.variant". section: what of an op's work is told
+apart, as "op section", by whichever variant."""
 
 DOMAIN = "tkernels"
 RECORD_GRAPH = "record graph"

@@ -65,8 +65,9 @@ class Variant:
         launch: `(run, *outputs, *op's parameters)`; or function: a plain callable with the op's signature (torch,
             peers). Either may leave out options of the op (keyword-only parameters that have a default), and a launcher
             the outputs that only such an option asks for: a call that sets one of these is refused by its name.
-        parts: For a fusion made of other ops, their names; the function gets one callable for each, then the op's
-            parameters. `select` binds the chosen ones; called straight from a registry it gets the device's defaults.
+        parts: For a fusion made of other ops, their names; the function gets one callable for each, `section` where the
+            contract has sections, then the op's parameters. `select` binds the chosen ones; called straight from a
+            registry it gets the device's defaults.
         part_axes: Part -> axis -> what it is called at: an axis of the fusion ("T", "2*I") or a value. Axes of the same
             name need no entry.
         configs: What tuning tries beside the defaults; left out, it tries the defaults alone.

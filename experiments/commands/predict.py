@@ -25,7 +25,6 @@ from tkernels.contract import Axes, ContractError
 from tkernels.measurement import complete_axes
 from tkernels.prediction import kept
 from tkernels.prediction.compiled import compile_facts, list_missing, of_todays_code
-from tkernels.prediction.foretell import calls_of_parts
 from tkernels.prediction.gpus import Gpu, UnknownGpuError, find_gpu
 from tkernels.variant import Variant
 from tkernels.verification.ahead_of_time import CompilationError
@@ -83,9 +82,7 @@ def _compile_missing(ops: Registry, points: Sequence[tuple[Variant, str, Axes]],
     path = kept.table_path(arch) if is_for_tree else own_table(arch)
     if is_for_tree:
         kept.update(path, lambda rows: of_todays_code(rows, ops))
-    wanted: list[tuple[Variant, Axes]] = []
-    for variant, _, axes in points:
-        wanted += [(variant, axes)] if variant.launch is not None else calls_of_parts(variant, axes)
+    wanted = [(variant, axes) for variant, _, axes in points]
     missing = list_missing(wanted, gpu.facts, kept.read(path) if is_for_tree else kept_rows(arch))
     if not missing:
         return

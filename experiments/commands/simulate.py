@@ -141,6 +141,14 @@ def _print(console: Console, rows: Sequence[Row], setup: Setup) -> None:
         lost = f"a sequence of {setup.max_model_len:,} tokens keeps {unread / 1e9:,.4g} GB in them that nobody reads"
         words = f"Blocks hold all layers' keys and values. {some} have a window: {lost}."
         console.print(Text(words, "yellow"))
+    if setup.model.expert_weights:
+        traffic = rows[0]["weight_traffic"]
+        words = (
+            f"A step that verifies {'/'.join(traffic)} tokens of one sequence reads "
+            f"{'/'.join(f'{times:.2f}' for times in traffic.values())} times the weights of a step of one token: each "
+            "token brings experts of its own."
+        )
+        console.print(Text(words, "yellow"))
     if refused := max(row["refused"] for row in rows):
         words = f"Refused, because they could never fit the pool or the longest sequence: up to {refused:,} requests."
         console.print(Text(words, "yellow"))

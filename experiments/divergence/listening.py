@@ -135,5 +135,6 @@ def _find_wrong_part(kernel: Kernel, arguments: Arguments) -> WrongCall | None:
 
     parts = tuple(hear_kernel(part, hear_part) for part in kernel.parts)
     assert kernel.variant.function is not None, "a variant with parts is a function that calls them"
-    kernel.variant.function(*parts, **kernel.variant.taken_arguments(clone_inputs(arguments)))
+    given = (*parts, *kernel.section_given)
+    kernel.variant.function(*given, **kernel.variant.taken_arguments(clone_inputs(arguments)))
     return found[0] if found else None

@@ -15,6 +15,7 @@ STAND_INS: Mapping[tuple[str, str], str] = {
     **dict.fromkeys((("paged_decode", "flashinfer"), ("paged_decode", "tilelang")), "last_arriver"),
     ("paged_prefill", "triton"): "packed_gqa",
     ("add_rms_norm", "liger"): "row_per_program",
+    ("moe_mlp", "liger moe"): "persistent",
     **dict.fromkeys((("dequant_gemm", "gemlite"), ("dequant_gemm", "marlin")), "auto"),
 }
 """(op, peer) -> this project's variant of the same kind, which the model is asked for: the peers' code is not here."""
@@ -29,6 +30,13 @@ FURTHER: tuple[tuple[Published, str], ...] = (
         Published(
             "paged_prefill", "triton", "B=1,chunk=16384,context=16384", _FLASH / _H100, None,
             "Triton beside FlashAttention-3: 378 to 477 TFLOP/s, whose middle this is, H100",
+        ),
+        "H100",
+    ),
+    (
+        Published(
+            "moe_mlp", "liger moe", "T=32768,Qwen3-30B-A3B", 523e12 / _H100, None,
+            "Liger-Kernel#1294: Triton's fused MoE at 523 TFLOP/s, H100",
         ),
         "H100",
     ),

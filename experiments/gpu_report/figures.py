@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from experiments.gpu_report.marks import FAR_UNDER, MARKS, PUBLISHED, Mark, Published
+from experiments.gpu_report.marks import FAR_UNDER, MARKS, PUBLISHED, Mark, Place, Published
 from experiments.peers import KERNELS
 from experiments.runs.rows import Row
 
@@ -17,9 +17,9 @@ Verdict = Literal["met", "missed", "void", "not measured"]
 
 @dataclass(frozen=True)
 class MarkRow:
-    """A mark, and how far it was reached: as a share of the measured bandwidth, times as fast as the peer, or
-    microseconds. `note` says why that is not known, or what voids it. ours, peer: the fastest rows of each at the
-    mark's point.
+    """A mark, and how far it was reached: as a share of the measured bandwidth or rate, times as fast as the peer, or
+    microseconds. `note` says why that is not known, or what voids it. ours, peer, plus: the fastest rows of each where
+    the mark has them timed.
     """
 
     mark: Mark
@@ -27,6 +27,7 @@ class MarkRow:
     note: str = ""
     ours: Row | None = None
     peer: Row | None = None
+    plus: Row | None = None
     reached: float | None = None
 
     @property
@@ -37,14 +38,19 @@ class MarkRow:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the rows say of one mark. here: those of its op at its point. timed: of these by variant, where there is a
-    time. wrong: variants of the op that a check on the device found wrong.
+    """What the rows say of an op at a point. here: those of its checks and times. timed: of these by variant, where
+    there is a time. wrong: variants of the op that a check on the device found wrong.
     """
 
+    op: str
     here: Sequence[Row]
     timed: dict[str, Row]
     wrong: Sequence[str]
-    rates: Row | None
+
+    @property
+    def ours(self) -> Row | None:
+        """The fastest variant of the project's own that is not wrong."""
+        return self.fastest(name for name in self.timed if _is_ours(self.op, name) and name not in self.wrong)
 
     def fastest(self, names: Iterable[str]) -> Row | None:
         return min((self.timed[name] for name in names if name in self.timed), key=_median, default=None)
@@ -52,30 +58,29 @@ class _Found:
 
 def mark_rows(rows: Sequence[Row], marks: Sequence[Mark] = MARKS) -> list[MarkRow]:
     """Every mark's row, in order; "not measured" where there is no run of it."""
-    return [_judge(mark, _find(mark, [row for row in rows if row.op in (mark.op, None)])) for mark in marks]
+    rates = next((row for row in rows if row.stage == "rates"), None)
+    return [_judge(mark, rows, rates) for mark in marks]
 
 
-def _find(mark: Mark, rows: Sequence[Row]) -> _Found:
-    """From the rows of its op, and those of none."""
-    here = [row for row in rows if row.point == mark.point and row.stage in ("check", "kernels")]
-    wrong = [str(row.variant) for row in rows if row.status == "wrong" and row.test in CASES]
-    return _Found(
-        here=here,
-        timed={str(row.variant): row for row in here if row.median_us is not None},
-        wrong=list(dict.fromkeys(wrong)),
-        rates=next((row for row in rows if row.stage == "rates"), None),
-    )
+def _find(place: Place, rows: Sequence[Row]) -> _Found:
+    op, point = place
+    mine = [row for row in rows if row.op == op]
+    here = [row for row in mine if row.point == point and row.stage in ("check", "kernels")]
+    wrong = [str(row.variant) for row in mine if row.status == "wrong" and row.test in CASES]
+    timed = {str(row.variant): row for row in here if row.median_us is not None}
+    return _Found(op, here, timed, list(dict.fromkeys(wrong)))
 
 
-def _judge(mark: Mark, found: _Found) -> MarkRow:
-    own = [name for name in found.timed if _is_ours(mark.op, name) and name not in found.wrong]
-    row = MarkRow(mark, "not measured", ours=found.fastest(own), peer=found.fastest(mark.peers))
+def _judge(mark: Mark, rows: Sequence[Row], rates: Row | None) -> MarkRow:
+    found, beside = (_find(place, rows) for place in ((mark.op, mark.point), mark.peers_place))
+    plus = _find((mark.plus, mark.point), rows).ours if mark.plus else None
+    row = MarkRow(mark, "not measured", ours=found.ours, peer=beside.fastest(mark.peers), plus=plus)
     if row.ours is None:
         return replace(row, note=_why_not_timed(mark, found))
-    reached = _reached(row, row.ours, found.rates)
+    reached = _reached(row, row.ours, rates)
     if isinstance(reached, str):
         return replace(row, note=reached)
-    void = _why_void(row, reached, found)
+    void = _why_void(row, reached, beside)
     is_met = reached <= mark.target if mark.against == "time" else reached >= mark.target
     verdict: Verdict = "void" if void else "met" if is_met else "missed"
     return replace(row, reached=reached, verdict=verdict, note=void)
@@ -83,10 +88,15 @@ def _judge(mark: Mark, found: _Found) -> MarkRow:
 
 def _reached(row: MarkRow, ours: Row, rates: Row | None) -> float | str:
     """How far the mark was reached, or why that is not known."""
+    if row.mark.plus and row.plus is None:
+        return f"no time of {row.mark.plus} here"
     if row.mark.against == "time":
-        return _median(ours)
+        return _median(ours) + (_median(row.plus) if row.plus is not None else 0.0)
     if row.mark.against == "peer":
         return row.ratio if row.ratio is not None else f"no time of {' or '.join(row.mark.peers)} here"
+    if row.mark.against == "matmul":
+        rate = getattr(rates, "matmul_flops_per_s", None)
+        return (ours.flops or 0) / _median(ours) * 1e6 / float(rate) if rate else "no matmul rate was measured"
     rate = getattr(rates, f"{row.mark.against}_bytes_per_s", None)
     if not rate:
         return f"no {row.mark.against} bandwidth was measured"
@@ -112,8 +122,8 @@ def _why_not_timed(mark: Mark, found: _Found) -> str:
     return "; ".join(reason.splitlines()[0][:200] for reason in reasons)
 
 
-def _why_void(row: MarkRow, reached: float, found: _Found) -> str:
-    """What makes a comparison worth nothing, or an empty text."""
+def _why_void(row: MarkRow, reached: float, beside: _Found) -> str:
+    """What makes a comparison worth nothing, or an empty text. beside: where the peers were timed."""
     mark, ours, peer = row.mark, row.ours, row.peer
     if mark.against == "time":
         return ""
@@ -123,13 +133,13 @@ def _why_void(row: MarkRow, reached: float, found: _Found) -> str:
         return f"{reached:.2f}x is above the ideal of {mark.ideal:g}x"
     if peer.timer != ours.timer:
         return f"timed differently: {ours.timer} and, {peer.variant}, {peer.timer}"
-    return _under_published(mark, peer, found)
+    return _under_published(mark, peer, beside)
 
 
 def _under_published(mark: Mark, peer: Row, found: _Found) -> str:
     """Says so where a peer is far under what others measured of it."""
     for published in PUBLISHED:
-        if (published.op, published.point, published.peer) != (mark.op, mark.point, peer.variant):
+        if (published.op, published.point, published.peer) != (*mark.peers_place, peer.variant):
             continue
         reached = _reached_as_published(peer, published, found)
         if reached is None or reached >= FAR_UNDER * published.value or math.isclose(reached, published.value):

@@ -6,17 +6,23 @@ from typing import Literal
 
 from tkernels.contract import Value
 
-Against = Literal["read", "copy", "peer", "time"]
+Against = Literal["read", "copy", "matmul", "peer", "time"]
+
+Place = tuple[str, str]
+"""An op and the name of a point."""
 
 
 @dataclass(frozen=True)
 class Mark:
     """One figure that the project is judged by.
 
-    against: "read" and "copy" are shares of the bandwidth measured on the same card; "peer" is how many times as fast
-        as the fastest of `peers`, of which one may be a plainer variant of the project's own; "time" is microseconds.
+    against: "read", "copy" and "matmul" are shares of the bandwidth, or of the rate of a large matrix product, measured
+        on the same card; "peer" is how many times as fast as the fastest of `peers`, of which one may be a plainer
+        variant of the project's own; "time" is microseconds.
     ideal: a ratio that no kernel can exceed, where the contract's roofline does not say so already.
     axes: the point, where no realistic point of the contract has its name.
+    over: the point that the peers are timed at, where it is another one.
+    plus: an op whose time at the point of the same name is added.
     """
 
     op: str
@@ -26,19 +32,35 @@ class Mark:
     peers: tuple[str, ...] = ()
     ideal: float | None = None
     axes: Mapping[str, Value] = field(default_factory=dict)
+    over: str = ""
+    plus: str = ""
+
+    @property
+    def places(self) -> list[Place]:
+        """Where something has to be timed: its own, and others that it is judged by."""
+        others = [(self.op, self.over)] * bool(self.over) + [(self.plus, self.point)] * bool(self.plus)
+        return [(self.op, self.point), *others]
+
+    @property
+    def peers_place(self) -> Place:
+        """Where its peers are timed."""
+        return self.op, self.over or self.point
 
     @property
     def text(self) -> str:
         if self.against == "peer":
-            return f">= {self.target:g}x {' or '.join(self.peers)}"
+            return f">= {self.target:g}x {' or '.join(self.peers)}" + (f" at {self.over}" if self.over else "")
         if self.against == "time":
-            return f"<= {self.target:g} us"
+            return f"<= {self.target:g} us" + (f", {self.plus}'s included" if self.plus else "")
+        if self.against == "matmul":
+            return f">= {self.target:.0%} of the matmul rate"
         return f">= {self.target:.0%} of {self.against} bandwidth"
 
 
 _DECODE = ("flashinfer", "sdpa_flash", "sdpa_cudnn")
 _PREFILL = ("sdpa_flash", "sdpa_cudnn", "torch")
 _NORM = ("liger", "flashinfer", "torch")
+_MIXTURE = ("torch_grouped_mm", "vllm", "triton_kernels")
 
 
 def _quantized(rows: int, target: float, ideal: float) -> tuple[Mark, Mark]:
@@ -48,6 +70,17 @@ def _quantized(rows: int, target: float, ideal: float) -> tuple[Mark, Mark]:
         Mark("dequant_gemm", point, "peer", 1.0, ("gemlite",), None, axes),
     )
 
+
+def _mixture(tokens: int, against: Against, target: float) -> tuple[Mark, Mark]:
+    point = f"T={tokens},Qwen3-30B-A3B"
+    return (
+        Mark("moe_mlp", point, against, target, _MIXTURE),
+        Mark("moe_mlp", point, "peer", 1.0, ("torch_grouped_mm",)),
+    )
+
+
+_DENSE_MIXTURE = "T=1,Qwen3-30B-A3B"
+_DENSE_OVER_CODES = 16 / (4 + 16 / 128)  # bits a weight, of codes with a scale for each group of 128
 
 MARKS: tuple[Mark, ...] = (
     Mark("paged_decode", "B=64,context=8192", "read", 0.90, _DECODE),
@@ -69,6 +102,14 @@ MARKS: tuple[Mark, ...] = (
     Mark("block_scaled_matmul", "M=2048,N=19456,K=2560", "peer", 1.4, ("cublas_16bit",), 2.0),
     Mark("sample", "B=256,V=151936,top_p", "time", 60, ("torch",), axes={"B": 256, "V": 151936, "asks": "top_p"}),
     Mark("cascade_decode", "B=32,prefix=4096,own=256", "peer", 1.5, ("unshared",)),
+    *_mixture(1, "read", 0.70),
+    *_mixture(8, "read", 0.70),
+    *_mixture(64, "read", 0.80),
+    *_mixture(4096, "matmul", 0.50),
+    *_mixture(32768, "matmul", 0.60),
+    Mark("moe_mlp", f"{_DENSE_MIXTURE},W4", "peer", 2.5, ("gemv_per_pair",), _DENSE_OVER_CODES, over=_DENSE_MIXTURE),
+    Mark("route", "T=1,K=8,E=128", "time", 10, ("torch",), plus="sort_by_expert"),
+    Mark("route", "T=256,K=8,E=128", "time", 10, ("torch",), plus="sort_by_expert"),
 )
 
 

@@ -19,7 +19,7 @@ from experiments.gpu_report.estimates import (
     SANITIZED_S,
     TIME_S,
 )
-from experiments.gpu_report.marks import MARKS
+from experiments.gpu_report.marks import MARKS, Place
 from experiments.gpu_report.pieces import config_pieces, peer_pieces, signature_pieces
 from experiments.gpu_report.steps import SIGNATURES, Kind, Step, new_step
 from experiments.gpu_report.weights import draw_s
@@ -39,17 +39,18 @@ from tmodel.random_weights import num_parameters
 FIRST_RUNS = ("batch_1", "nano_vllm")
 """The engine's marks that come before the others: what one request gets, and what many do."""
 
-_FIRST, _MARKS, _REST = range(3)
+LATER = ("moe_mlp", "route", "sort_by_expert")
+"""Ops whose marks come right after those: three commands of nine minutes hold no more than the others' before."""
 
-Place = tuple[str, str]
-"""An op and the name of a point."""
+_FIRST, _MARKS, _REST = range(3)
 
 
 def make_steps(ops: Registry, facts: DeviceFacts) -> list[Step]:
     """Every step for a registry with peers."""
     own = [variant for variant in triton_variants(ops) if not is_peer(variant)]
     atomic = [variant for variant in own if variant.kernels and has_counters(variant, facts)]
-    marked = list(dict.fromkeys((mark.op, mark.point) for mark in MARKS if mark.op in ops))
+    places = dict.fromkeys(place for mark in MARKS for place in mark.places if place[0] in ops)
+    marked, later = ([place for place in places if (place[0] in LATER) == is_later] for is_later in (False, True))
     every = [(op.name, point) for op in ops.values() for point in report_points(op.contract)]
     first_models = [name for name in RANDOM_PRESETS if name in models_of(FIRST_RUNS)]
     steps = [
@@ -57,10 +58,12 @@ def make_steps(ops: Registry, facts: DeviceFacts) -> list[Step]:
         # The only proof on hardware of the order in which their last arrivers see what the others wrote.
         *(_repeated(kind, variant, facts, process="last arrivers", worth=_FIRST)
           for variant in atomic for kind in ("stress", "rerun")),
-        *_verified(ops, facts, marked),
+        *_verified(ops, facts, marked, _FIRST),
         *_measured(ops, facts, marked, _FIRST, lambda variant, point: _is_judged(variant, point)),
         *(_engine_step(model, _FIRST) for model in first_models),
         *(_mark_step(name, _FIRST) for name in FIRST_RUNS),
+        *_verified(ops, facts, later, _MARKS),
+        *_measured(ops, facts, later, _MARKS, lambda variant, point: _is_judged(variant, point)),
         *(_mark_step(name, _MARKS) for name in RUNS if name not in FIRST_RUNS),
         *(_step("check", variant, DRAWN_S, worth=_REST, pieces=signature_pieces(variant, SIGNATURES))
           for variant in own),
@@ -111,7 +114,7 @@ def has_counters(variant: Variant, facts: DeviceFacts) -> bool:
 
 def _is_judged(variant: Variant, point: str) -> bool:
     """Whether a mark at the point reads this variant's time: ours, and the peers that it names."""
-    named = {peer for mark in MARKS if (mark.op, mark.point) == (variant.contract.name, point) for peer in mark.peers}
+    named = {peer for mark in MARKS if mark.peers_place == (variant.contract.name, point) for peer in mark.peers}
     return variant.name in named or variant.kind == "triton" or bool(variant.parts)
 
 
@@ -125,14 +128,14 @@ def _repeated(kind: Kind, variant: Variant, facts: DeviceFacts, **more: Any) -> 
     return _step(kind, variant, len(points) * (DRAW_S + RUNS_S), pieces=pieces, **more)
 
 
-def _verified(ops: Registry, facts: DeviceFacts, places: Sequence[Place]) -> Iterator[Step]:
+def _verified(ops: Registry, facts: DeviceFacts, places: Sequence[Place], worth: int) -> Iterator[Step]:
     """Our kernels at their ops' marked points, in one process as long as none ends it."""
     for op, point in places:
         axes, drawing = report_points(ops[op].contract)[point], DRAW_S
         for variant in in_tuning_order(ops[op].variants.values()):
             refusal = _refusal(variant, axes, facts)
             pieces = config_pieces(variant, axes, facts.arch)[:1] if refusal is None else ()  # the default
-            more: dict[str, Any] = {"process": "verify", "worth": _FIRST, "refusal": refusal, "pieces": pieces}
+            more: dict[str, Any] = {"process": "verify", "worth": worth, "refusal": refusal, "pieces": pieces}
             yield _step("verify", variant, drawing + JUDGE_S, point, **more)
             drawing = 0.0  # `verify` keeps a point's inputs for the next variant
 

@@ -20,7 +20,7 @@ PEERS: Mapping[str, str] = {
 KERNELS = Path(__file__).resolve().parent / "kernels"
 """A folder of other projects' variants, <op>/<variant>.py."""
 
-BUILDS: Mapping[str, float] = {"flashinfer": 60.0, "torch_compile": 15.0}
+BUILDS: Mapping[str, float] = {"flashinfer": 60.0, "torch_compile": 15.0, "vllm": 30.0, "triton_kernels": 10.0}
 """Of those variants, the ones whose kernels a compiler builds when they are called first, and the seconds that it takes
 by reasoning: what builds them before they are timed has them built.
 """

@@ -26,6 +26,9 @@ from tmodel import Architectures, architectures_with, known_architectures
 from tmodel.outside import why_broken
 from tsched.execution.placement import find_device
 
+Shapes = Mapping[str, Sequence[Mapping[str, Value]]]
+"""Op -> points."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -34,16 +37,18 @@ class Plan:
     Attributes:
         folder: Where the experiment's paths start.
         shapes: Op -> the points of `shapes`.
+        full_shapes: The same in full sizes, where these are not what runs.
     """
 
     experiment: Experiment
     folder: Path
     ops: Registry
     arms: tuple[Arm, ...]
-    shapes: Mapping[str, Sequence[Mapping[str, Value]]]
+    shapes: Shapes
     model: ModelPlan | None
     device: torch.device
     dtype: torch.dtype
+    full_shapes: Shapes
 
     @property
     def dtype_name(self) -> str:
@@ -185,10 +190,16 @@ def make_sweep(document: Document, *, full: bool | None = None, broken: Mapping[
     layout = layouts[1] if is_full else layouts[0]
     for one in layouts:
         problems += registry_problems(one, ops)
-    plans = [_make_plan(layout, part, ops, architectures, device, problems) for part in layout.parts]
+    full_shapes = _values(layouts[1]) if len(layouts) > 1 and not is_full else {}
+    plans = [_make_plan(layout, part, ops, architectures, device, full_shapes, problems) for part in layout.parts]
     if problems:
         raise ExperimentError(sort_problems(problems))
     return Sweep(layout.document, tuple(filter(None, plans)), is_full)
+
+
+def _values(layout: Layout) -> Shapes:
+    """The points of its `shapes`."""
+    return {op: [shape.values for shape in shapes] for op, shapes in layout.shapes.items()}
 
 
 def _make_plan(
@@ -197,6 +208,7 @@ def _make_plan(
     ops: Registry,
     architectures: Architectures,
     device: torch.device | None,
+    full_shapes: Shapes,
     problems: list[str],
 ) -> Plan | None:
     """The part's plan; None, and what is wrong, where there can be none."""
@@ -210,10 +222,11 @@ def _make_plan(
         folder=layout.document.folder,
         ops=ops,
         arms=part.arms,
-        shapes={op: [shape.values for shape in shapes] for op, shapes in layout.shapes.items()},
+        shapes=_values(layout),
         model=model,
         device=device,
         dtype=dtype,
+        full_shapes=full_shapes,
     )
 
 

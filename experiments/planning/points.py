@@ -1,6 +1,7 @@
 """Where each op is checked and timed: the shapes that the workload gives it, and those that the YAML asks for."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from experiments.planning.shape_points import (
     used_pages,
 )
 from experiments.schema import RequestsWorkload, SyntheticWorkload, TraceWorkload
-from tkernels.contract import Contract, Int, Value
+from tkernels.contract import Contract, ContractError, Int, Value
 from tkernels.measurement import region_points
 from tkernels.selection import ways
 from tkernels.variant import AxisRanges, Variant
@@ -97,6 +98,17 @@ def _make_points(plan: Plan, op: str, typical: Typical) -> list[Point]:
         points += _make_default_points(plan, op)
     points += [Point(name, asked_point(contract, axes, plan.dtype_name)) for name, axes in name_points(asked).items()]
     return list({point.name: point for point in points}.values())
+
+
+def full_points(plan: Plan, op: str) -> list[Point]:
+    """The op's points of `shapes` in full sizes, where these are not what runs, less those that break a constraint: a
+    run in full sizes is refused for them.
+    """
+    points = []
+    for name, axes in name_points([dict(one) for one in plan.full_shapes.get(op, ())]).items():
+        with suppress(ContractError):
+            points.append(Point(name, asked_point(plan.ops[op].contract, axes, plan.dtype_name)))
+    return points
 
 
 def _make_default_points(plan: Plan, op: str) -> list[Point]:

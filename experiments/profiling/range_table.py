@@ -21,8 +21,12 @@ _SECTIONS: Mapping[str, str] = {
     "layer": "Layers",
     "part": "Parts of the model",
     "op": "Ops",
+    "section": "Sections of ops",
     "gap": "Gaps",
 }
+
+
+_NAMES_OF_SECTIONS = {f"{op} {section}" for op in OPS for section in OPS[op].contract.sections}
 
 
 def category_of(name: str) -> Category:
@@ -33,6 +37,8 @@ def category_of(name: str) -> Category:
         return "phase"
     if _LAYER.fullmatch(name):
         return "layer"
+    if name in _NAMES_OF_SECTIONS:
+        return "section"
     return "op" if name.partition(".")[0] in OPS else "part"
 
 

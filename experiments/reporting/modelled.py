@@ -3,11 +3,71 @@
 from collections.abc import Sequence
 
 from experiments.reporting.arms import swept_columns
-from experiments.reporting.table_style import Column, PlainTable, build_table, format_microseconds, number_column
+from experiments.reporting.table_style import (
+    Column,
+    PlainTable,
+    build_table,
+    format_microseconds,
+    group_by,
+    name_runs,
+    number_column,
+    plain_place,
+)
 from experiments.runs.rows import Row
+from experiments.runs.table import distinct_parts, place_of
 
 _STEP = "decode"
 """How the points of decode steps are called: what an arm's kernels are added up for."""
+
+
+_TELLING = 1.1
+"""Times that lie closer together the model does not tell apart."""
+
+
+def modelled_winners(rows: Sequence[Row]) -> list[str]:
+    """Of each op's `shapes`, which variant a model finds the fastest where.
+
+    What runs other variants' code is none of them, and a time of code that was compiled for other constants is none.
+
+    Args:
+        rows: Of the foretold stage.
+    """
+    asked = [row for row in rows if row.predicted_us and not row.serves]
+    return [text for mine in group_by(asked, lambda row: str(row.op)).values() if (text := _winners_of_op(mine))]
+
+
+def _winners_of_op(rows: Sequence[Row]) -> str:
+    own = _own_times(rows)
+    times = {
+        place: mine
+        for place in dict.fromkeys(map(place_of, rows))
+        if len(mine := {variant: some[place] for variant, some in own.items() if place in some}) > 1
+    }
+    names = list(map(plain_place, distinct_parts(times).values()))
+    wins: dict[str, list[int]] = {}
+    close = []
+    for index, mine in enumerate(times.values()):
+        best, second = sorted(mine, key=lambda variant: mine[variant])[:2]
+        wins.setdefault(best, []).append(index)
+        close += [index] if mine[second] < _TELLING * mine[best] else []
+    which = "; ".join(f"{variant} at {', '.join(name_runs(won, names))}" for variant, won in wins.items())
+    text = f"modelled on {rows[0].gpu}, not measured: for {rows[0].op} the fastest is {which}"
+    ahead = f" (by less than a tenth, which the model does not tell, at {', '.join(name_runs(close, names))})"
+    return (text + ahead * bool(close)) * bool(wins)
+
+
+def _own_times(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Variant -> place -> its modelled time, of those whose every time is not another's too."""
+    times: dict[str, dict[str, float]] = {}
+    for row in rows:
+        mine = times.setdefault(str(row.variant), {})
+        if row.predicted_us and not row.predicted_from:
+            mine[place_of(row)] = row.predicted_us
+    for variant in reversed([*times]):
+        others = [other for name, other in times.items() if name != variant]
+        if all(any(other.get(place) == us for other in others) for place, us in times[variant].items()):
+            del times[variant]
+    return times
 
 
 def modelled_kernels_table(rows: Sequence[Row]) -> PlainTable:
@@ -20,9 +80,9 @@ def modelled_kernels_table(rows: Sequence[Row]) -> PlainTable:
         Column("bound by"): lambda row: row.predicted_bound or "-",
     }
     caption = (
-        "By a model, from what each kernel compiles to: no figure here was measured. at least: what the data sheet's "
-        "peaks allow; bound by: memory, issue of instructions, special functions, matrix units, or the chain of what "
-        "one program does."
+        "By a model, from what each kernel compiles to: no figure here was measured. Shapes are of full sizes, where "
+        "the experiment has them. at least: what the data sheet's peaks allow; bound by: memory, the second-level "
+        "cache, issue of instructions, special functions, matrix units, or the chain of what one program does."
     )
     if reasons := dict.fromkeys(
         f"{row.op}.{row.variant}: {row.predicted_reason}" for row in rows if row.predicted_reason

@@ -81,7 +81,7 @@ def _mean_step(rows: Sequence[Any], arm: str) -> Step:
 
 
 def _part_of(row: Row) -> str:
-    if row.category == "op":
+    if row.category in ("op", "section"):
         return "GEMMs" if row.op in GEMMS else "ops"
     if row.category in ("layer", "part") or row.range == "forward":
         return "model"

@@ -115,6 +115,22 @@ def _widths(wanted: Sequence[int], fixed: Sequence[bool], room: int) -> list[int
     return widths
 
 
+def plain_place(place: str) -> str:
+    """A place with each setting named for people."""
+    return ", ".join(map(setting_name, place.split(", ")))
+
+
+def list_names(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
+def name_runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:
+    """ "T=1 to T=4", "T=64": neighbours are named by the first and the last."""
+    runs = group_by(indices, lambda index: index - indices.index(index)).values()
+    return [names[run[0]] + (f" to {names[run[-1]]}" if len(run) > 1 else "") for run in runs]
+
+
 def break_name(text: str, width: int) -> str:
     """The text in lines of at most `width` characters, broken after a space, a dot or an underscore; a part that has
     none and is longer stays whole.

@@ -20,7 +20,7 @@ from experiments.reporting.arms import (
     title_of,
 )
 from experiments.reporting.effects import effects_table
-from experiments.reporting.modelled import modelled_arms_table, modelled_kernels_table
+from experiments.reporting.modelled import modelled_arms_table, modelled_kernels_table, modelled_winners
 from experiments.reporting.quantization import quantization_table
 from experiments.reporting.steps import steps_of, whole_steps_table
 from experiments.reporting.table_style import (
@@ -55,6 +55,10 @@ def print_report(console: Console, prompts: Mapping[str, Sequence[str]], rows: S
     parts: list[RenderableType] = []
     for name, table in tables_of(rows).items():
         parts.append(table.as_rich())
+        if name == "modelled kernels":
+            parts += [
+                Text(f"{text[:1].upper()}{text[1:]}.") for text in modelled_winners(select_stages(rows, "foretold"))
+            ]
         if name == "engine" and (texts := continued_prompts(prompts, rows)):
             parts.append(Text("\nContinued by the first arm", "bold"))
             parts += [part for prompt, text in texts for part in (Text.assemble((prompt, "dim"), text), Text())]

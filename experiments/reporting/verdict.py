@@ -8,7 +8,8 @@ from typing import Any
 
 from experiments.reporting.arms import arm_key, select_stages, select_timed, swept_names, title_of
 from experiments.reporting.comparison_tables import OUTCOMES, format_change
-from experiments.reporting.table_style import format_number, group_by, setting_name
+from experiments.reporting.modelled import modelled_winners
+from experiments.reporting.table_style import format_number, group_by, list_names, name_runs, plain_place
 from experiments.runs import verdicts as judgement
 from experiments.runs.comparison import MIN_REPLICATES
 from experiments.runs.rows import Row
@@ -53,6 +54,7 @@ def verdict_of(
         _quantized(select_stages(rows, "quantization")),
         "; ".join(filter(None, [_timed(rows, served), first_speed])),
         *more_speeds,
+        *modelled_winners(select_stages(rows, "foretold")),
         _unchecked(environment),
         _load(rows, environment),
         "" if finished else "the run has not ended: what follows is what it knew when it was cut off",
@@ -68,20 +70,11 @@ def _sentence(text: str) -> str:
 
 def _begin(where: str) -> str:
     """How a sentence about one of several places begins."""
-    return f"with “{_plain(where)}”, " if where else ""
-
-
-def _plain(place: str) -> str:
-    return ", ".join(map(setting_name, place.split(", ")))
+    return f"with “{plain_place(where)}”, " if where else ""
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
-def _list_names(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
 
 
 def _checks(checks: Sequence[Row]) -> list[str]:
@@ -94,7 +87,7 @@ def _checks(checks: Sequence[Row]) -> list[str]:
         return ["no variant could be checked"] if checks else []
     if wrong:
         verb = "is" if len(wrong) == 1 else "are"
-        return [f"{len(wrong)} of {len(variants)} variants {verb} not right {at} ({_list_names(wrong)})"]
+        return [f"{len(wrong)} of {len(variants)} variants {verb} not right {at} ({list_names(wrong)})"]
     return [f"all {len(variants)} variants were right {at}" if len(variants) > 1 else f"the variant was right {at}"]
 
 
@@ -221,7 +214,7 @@ def _judged_kernels(times: Sequence[judgement.Verdict]) -> list[str]:
     for op, mine in group_by(times, lambda one: one.place.partition(", ")[0]).items():
         first, points = mine[0].beside, group_by(mine, lambda one: one.place)
         wins = _wins(points)
-        which = f"{first} is beaten by {_list_names(wins)}" if wins else f"no variant is faster than {first}"
+        which = f"{first} is beaten by {list_names(wins)}" if wins else f"no variant is faster than {first}"
         lines.append(f"for {op}, of {len(points)} points, {which}")
     if times:
         counts = Counter(str(one.effect.outcome) for one in times)
@@ -237,10 +230,10 @@ def _wins(points: Mapping[str, Sequence[judgement.Verdict]]) -> list[str]:
         best = min(mine, key=lambda one: (one.effect.outcome != "better", one.effect.ratio))
         if best.effect.outcome == "better":
             wins.setdefault(best.arm, {})[index] = 1 / best.effect.ratio
-    names = list(map(_plain, distinct_parts(points).values()))
+    names = list(map(plain_place, distinct_parts(points).values()))
     shown = []
     for arm, won in sorted(wins.items(), key=lambda pair: -len(pair[1])):
-        at = f" ({_list_names(_name_runs([*won], names))})" if len(won) < len(points) else ""
+        at = f" ({list_names(name_runs([*won], names))})" if len(won) < len(points) else ""
         shown.append(f"{arm} at {len(won)}, up to {max(won.values()):.3g} times as fast{at}")
     return shown
 
@@ -271,12 +264,6 @@ def _interval(one: judgement.Verdict) -> str:
     return f"{low} to {high}"
 
 
-def _name_runs(indices: Sequence[int], names: Sequence[str]) -> list[str]:
-    """ "T=1 to T=4", "T=64": neighbours are named by the first and the last."""
-    runs = group_by(indices, lambda index: index - indices.index(index)).values()
-    return [names[run[0]] + (f" to {names[run[-1]]}" if len(run) > 1 else "") for run in runs]
-
-
 def _quantized(rows: Sequence[Row]) -> str:
     """Whose perplexity is the lowest at each number of bits: that is no matter of noise."""
     judged = group_by((row for row in rows if row.perplexity is not None), lambda row: row.bits)
@@ -296,7 +283,7 @@ def _lowest(rows: Sequence[Row]) -> str:
 
 def _unchecked(environment: Mapping[str, Any]) -> str:
     names = list(environment.get("unchecked") or ())
-    return f"never put through `tk check`: {_list_names(names)}" if names else ""
+    return f"never put through `tk check`: {list_names(names)}" if names else ""
 
 
 def _load(rows: Sequence[Row], environment: Mapping[str, Any]) -> str:

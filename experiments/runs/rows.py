@@ -269,8 +269,8 @@ class Row(BaseModel):
     )
 
     range: str | None = column("as a profiler shows it: schedule, layer 3, paged_decode.split_kv, device idle")
-    category: Literal["step", "phase", "layer", "part", "op", "gap"] | None = column(
-        "step, phase of one, layer, part of the model that is no op, op, or gap: what is in no range"
+    category: Literal["step", "phase", "layer", "part", "op", "section", "gap"] | None = column(
+        "step, phase of one, layer, part of the model that is no op, op, section of one, or gap: what is in no range"
     )
     clock: Literal["host", "device"] | None = column(
         "whose time: all is the host's on a CPU; on a GPU a range that launches work has a row of each"

@@ -29,6 +29,9 @@ from tsched.scheduling.scheduler import Scheduler
 
 UNBOUNDED = "unbounded"
 
+VERIFIED = (2, 3, 5, 9)
+"""Tokens of one sequence in a step that verifies 1, 2, 4 or 8 drafts."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -139,7 +142,8 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
 def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
     """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
     hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null. unread_bytes: of the
-    longest sequence's, those that layers with a window keep for others without.
+    longest sequence's, those that layers with a window keep for others without. weight_traffic: tokens of one sequence
+    that a step verifies -> how many times the weights it reads that a step of one token reads.
     """
     pool, clock, options, used = scheduler.pool, metrics.clock, setup.options, metrics.used.means()
     return {
@@ -157,6 +161,7 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "state_bytes": setup.model.state_bytes,
         "window": setup.model.window,
         "unread_bytes": setup.model.unread_bytes(setup.max_model_len),
+        "weight_traffic": {str(tokens): setup.model.weight_traffic(tokens) for tokens in VERIFIED},
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "max_model_len": setup.max_model_len,

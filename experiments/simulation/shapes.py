@@ -52,6 +52,20 @@ class ModelShape:
     expert_weights: int = 0
     chosen: float = 1.0
 
+    def read_weights(self, num_tokens: int) -> float:
+        """Elements of the layers' matrices that a step of so many tokens is multiplied with: of experts as many as are
+        distinct on average, where tokens choose evenly and independently.
+        """
+        distinct = 1 - (1 - self.chosen) ** num_tokens
+        return self.layer_weights - self.expert_weights + self.expert_weights * distinct
+
+    def weight_traffic(self, num_tokens: int) -> float:
+        """How many times the weights of a step of one token a step reads that verifies so many of one sequence. All of
+        them are sampled, so the last projection is read too.
+        """
+        one, several = (self.read_weights(tokens) + self.head_weights for tokens in (1, num_tokens))
+        return several / one
+
     def unread_bytes(self, num_tokens: int) -> int:
         """Of the keys and values of a sequence of `num_tokens`, those that are kept for layers without a window alone:
         in the layers with one, no later token reads them.

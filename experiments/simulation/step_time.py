@@ -65,13 +65,11 @@ class StepTime:
 
     def __init__(self, gpu: Gpu, model: ModelShape, page_size: int) -> None:
         heads = model.num_layers * model.query_width
-        shared, experts = model.layer_weights - model.expert_weights, model.expert_weights
-        self._chosen = model.chosen
-        self._token_seconds = 2 * (shared + model.chosen * experts) / gpu.flops_per_s
+        self._token_seconds = 2 * model.read_weights(1) / gpu.flops_per_s
         self._sample_seconds = 2 * model.head_weights / gpu.flops_per_s
         self._pair_seconds = 4 * heads / gpu.flops_per_s
-        self._weight_seconds = ELEMENT_BYTES * shared / gpu.memory_bytes_per_s
-        self._expert_seconds = ELEMENT_BYTES * experts / gpu.memory_bytes_per_s
+        self._model = model
+        self._weight_seconds = ELEMENT_BYTES / gpu.memory_bytes_per_s
         self._head_seconds = ELEMENT_BYTES * model.head_weights / gpu.memory_bytes_per_s
         self._kv_seconds = model.kv_bytes_per_token / gpu.memory_bytes_per_s
         self._launch_seconds = _KERNELS_PER_LAYER * _LAUNCH_SECONDS * model.num_layers
@@ -95,7 +93,7 @@ class StepTime:
 
     def _weights(self, num_tokens: int) -> float:
         """Seconds to read the layers' weights that `num_tokens` tokens are multiplied with."""
-        return self._weight_seconds + self._expert_seconds * (1 - (1 - self._chosen) ** num_tokens)
+        return self._weight_seconds * self._model.read_weights(num_tokens)
 
     def decodes(self, num_rows: int, first_context: int, count: int) -> NDArray[np.float64]:
         """[count] seconds of steps in which `num_rows` rows decode a token each, the first with `first_context` tokens

@@ -1,19 +1,22 @@
-"""What a model says of an interpreted kernel's time on a GPU, where nothing of it can be measured.
+"""What a model says of a kernel's time on a GPU, where nothing of it can be measured.
 
 It needs no compiler: what the kernel compiles to is kept (`tkernels.prediction.kept`), in the tree for the project's
 own variants at usual sizes, in the user's cache for what `tk inspect --predict` compiled since.
 """
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from experiments.stages.context import Context, describe_error
+from tkernels.contract import Case
 from tkernels.prediction import kept
+from tkernels.prediction.calls import case_without_values
 from tkernels.prediction.foretell import Foretold, foretell
 from tkernels.prediction.gpus import find_gpu
 from tkernels.prediction.model import VERSION
+from tkernels.variant import Variant
 from tmodel.presets import cache_folder
 
 GPU = "H100"
@@ -33,9 +36,25 @@ def own_table(arch: str) -> Path:
 _rows_of = cache(kept_rows)
 
 
-def record(context: Context, point: str, axes: Mapping[str, Any]) -> None:
-    """Records the model's row of the task's variant at a point."""
-    found = _foretell(context, axes)
+def run(context: Context) -> None:
+    """Records a row for each point that a workload gives, and for each of `shapes`: of its full sizes, where it has
+    some.
+
+    A fusion that is composed of others is no kernel of an arm, but its parts are: it is for `shapes` alone.
+    """
+    task, (variant, pick), plan = context.task, context.variant, context.plan
+    contract, pins = variant.contract, dict(pick.pins)
+    for point, axes in task.points:
+        if variant.kind == "triton" and (point in task.serves or not task.full_points):
+            make = partial(contract.case, axes, plan.experiment.seed, plan.device)
+            _record(context, point, axes, _foretell(variant, make, pins))
+    if variant.kind == "triton" or variant.parts:
+        for point, axes in task.full_points:
+            context.say(f"{point}, foretold")
+            _record(context, point, axes, _foretell(variant, partial(case_without_values, contract, axes), pins))
+
+
+def _record(context: Context, point: str, axes: Mapping[str, Any], found: Foretold) -> None:
     context.record(
         stage="foretold",
         axes=dict(axes),
@@ -51,11 +70,9 @@ def record(context: Context, point: str, axes: Mapping[str, Any]) -> None:
     )
 
 
-def _foretell(context: Context, axes: Mapping[str, Any]) -> Foretold:
-    variant, pick = context.variant
+def _foretell(variant: Variant, make: Callable[[], Case], pins: Mapping[str, int]) -> Foretold:
     try:
-        case = variant.contract.case(axes, context.plan.experiment.seed, context.plan.device)
         gpu = find_gpu(GPU)
-        return foretell(variant, case, gpu, _rows_of(gpu.facts.arch), dict(pick.pins))
+        return foretell(variant, make(), gpu, _rows_of(gpu.facts.arch), pins)
     except Exception as error:  # a launcher, or a prepare, may be anyone's
         return Foretold(reason=describe_error(error))

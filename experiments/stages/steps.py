@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.stages.context import Context, describe_error
 from experiments.stages.steady import recorded
-from tkernels.spans import Breakdown, breakdown
+from tkernels.spans import Breakdown, RangeTotal, breakdown
 
 
 def run(context: Context) -> None:
@@ -20,11 +20,19 @@ def run(context: Context) -> None:
         context.record(**columns, speed_reason=None)
 
 
+def _op_and_variant(total: RangeTotal) -> tuple[str | None, str | None]:
+    """Of an op's range; a section's is the same for every variant."""
+    if total.category == "op":
+        op, _, variant = total.name.partition(".")
+        return op, variant
+    return (total.name.partition(" ")[0] if total.category == "section" else None), None
+
+
 def range_columns(found: Breakdown) -> list[dict[str, Any]]:
     """For each range and clock the figures of a step row (see experiments.runs.rows), and op and variant."""
     rows = []
     for total in found.totals:
-        op, _, variant = total.name.partition(".") if total.category == "op" else (None, "", None)
+        op, variant = _op_and_variant(total)
         rows.append(
             {
                 "range": total.name,

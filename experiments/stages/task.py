@@ -16,9 +16,10 @@ class Task:
 
     plan: its index in the sweep. replicate: which of its repetitions, in an image of its own; 0 where there is one.
     timeout: seconds of its process, None is for ever. The rest says what to do: op and variant (its label) at points
-    (name and axes), with what these serve, by their names; an arm, by its index in the plan, or a peer with the
-    settings found best before, at one of the workloads that the plan's arms serve, by its index; a server elsewhere, by
-    its workload's index among those; a quantized checkpoint by its index, 0 being the dense one.
+    (name and axes), with what these serve, by their names, and what is foretold at points of full sizes; an arm, by its
+    index in the plan, or a peer with the settings found best before, at one of the workloads that the plan's arms
+    serve, by its index; a server elsewhere, by its workload's index among those; a quantized checkpoint by its index, 0
+    being the dense one.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Task:
     variant: str = ""
     points: Sequence[TaskPoint] = ()
     serves: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    full_points: Sequence[TaskPoint] = ()
     arm: int = 0
     workload: int = 0
     peer: str = ""

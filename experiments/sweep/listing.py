@@ -6,11 +6,11 @@ from typing import Any
 
 from experiments.planning.arms import ServedWorkload
 from experiments.planning.plan import Plan, Sweep
-from experiments.planning.points import Point, called_points
+from experiments.planning.points import Point, called_points, full_points
 from experiments.quantization.models import list_quantized_models
 from experiments.runs.rows import Row
 from experiments.stages.context import plan_settings
-from experiments.stages.task import Task
+from experiments.stages.task import Task, TaskPoint
 
 RowsOf = Callable[[str], Sequence[Row]]
 """The rows of a task that is done, by its key."""
@@ -21,7 +21,7 @@ def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -
     return _with_unique_keys(
         Task(
             f"check/{_plan_prefix(plan)}{op}.{pick.label}", "check", number, timeout=sweep.experiment.timeout,
-            op=op, variant=pick.label, points=tuple((point.name, dict(point.axes)) for point in called),
+            op=op, variant=pick.label, points=_as_plain(called), full_points=_as_plain(full_points(plan, op)),
             serves={point.name: point.serves for point in called if point.serves},
         )
         for number, plan in enumerate(sweep.plans)
@@ -29,6 +29,10 @@ def check_tasks(sweep: Sweep, points: Sequence[Mapping[str, Sequence[Point]]]) -
         for pick in picks
         for called in (called_points(plan, op, pick, points[number][op]),)
     )  # fmt: skip
+
+
+def _as_plain(points: Iterable[Point]) -> tuple[TaskPoint, ...]:
+    return tuple((point.name, dict(point.axes)) for point in points)
 
 
 def kernel_tasks(checks: Sequence[Task], rows_of: RowsOf) -> list[Task]:
@@ -109,7 +113,7 @@ def _timed_part(task: Task, rows: Sequence[Row]) -> Task | None:
     if task.phase == "kernels":
         timed = {row.point for row in rows if row.median_us is not None}
         points = tuple(point for point in task.points if point[0] in timed)
-        return replace(task, points=points) if points else None
+        return replace(task, points=points, full_points=()) if points else None
     row = timed_row(rows)
     return None if row is None else replace(task, peer_settings=row.peer_settings)
 

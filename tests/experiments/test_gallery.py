@@ -16,6 +16,7 @@ from experiments.planning.models import plan_model
 from experiments.planning.plan import make_sweep
 from experiments.planning.points import points_of
 from experiments.planning.requests import requests_of
+from experiments.reporting.modelled import modelled_winners
 from experiments.reporting.question import question_of
 from experiments.reporting.tables import tables_of
 from experiments.runs.rows import Row
@@ -141,6 +142,39 @@ def shared_prefix(rows: Rows) -> None:
     assert all(row.tokens_equal and row.logprob_drift < 1e-4 for row in of_kind(rows, "parity"))
 
 
+def modelled(rows: Rows) -> dict[tuple[str, str], float]:
+    """(variant, point) -> its modelled time, at full sizes."""
+    return {(row.variant, row.point): row.predicted_us for row in of_kind(rows, "foretold")}
+
+
+MOE = ("composed", "gemv_per_pair", "padded_tiles", "persistent", "auto")
+
+
+def moe_by_tokens(rows: Rows) -> None:
+    found, times = checked(rows), modelled(rows)
+    assert found == {(variant, f"T={tokens}"): "ok" for variant in MOE for tokens in (1, 4, 16)}
+    assert times.keys() == {(variant, f"T={tokens}") for variant in MOE for tokens in (64, 4096)}
+    assert {row.axes["E"] for row in of_kind(rows, "foretold")} == {128}  # though eight run
+    # A tile of 16 pairs reads its expert's weight 16 times at 4,096 tokens, once at 64.
+    assert times["padded_tiles", "T=64"] < times["gemv_per_pair", "T=64"]
+    assert times["persistent", "T=4096"] < times["padded_tiles", "T=4096"] < times["gemv_per_pair", "T=4096"]
+    (said,) = modelled_winners(of_kind(rows, "foretold"))
+    assert re.search(r"persistent at .*T=4096", said)
+    assert not re.search("auto|gemv_per_pair", said)
+
+
+def moe_routing_skew(rows: Rows) -> None:
+    routings = ("uniform", "zipf", "one_takes_all", "one_takes_none")
+    found, times = checked(rows), modelled(rows)
+    assert found == {(variant, f"routing={routing}"): "ok" for variant in MOE for routing in routings}
+    assert times.keys() == found.keys()
+    moved = {row.point: row.bytes_moved for row in of_kind(rows, "kernels") if row.variant == "padded_tiles"}
+    assert moved["routing=one_takes_none"] <= moved["routing=uniform"]
+    assert times["padded_tiles", "routing=zipf"] < times["padded_tiles", "routing=uniform"]  # fewer experts are met
+    (said,) = modelled_winners(of_kind(rows, "foretold"))
+    assert "modelled on H100, not measured: for moe_mlp the fastest is " in said
+
+
 FEW = "workload={kind: synthetic, num_requests: 2, input_len: 6, output_len: 2}"
 SMALL = "S: 8, Hq: 2, Hkv: 1, D: 16, Dv: 16"
 REDUCED: dict[Callable[[Rows], None], list[str]] = {
@@ -168,6 +202,13 @@ REDUCED: dict[Callable[[Rows], None], list[str]] = {
         "shapes.cascade_decode.0.shared=1", "shapes.cascade_decode.0.N=[2, 3]",
         "shapes.cascade_decode.1.shared=4", "shapes.cascade_decode.1.N=[5, 6]",
         "workload={kind: synthetic, num_requests: 2, input_len: 12, shared_prefix: 0.75, output_len: 2}",
+    ],
+    moe_by_tokens: [
+        "full.shapes.moe_mlp=[{T: [64, 4096], K: 8, E: 128, H: 2048, I: 768, bits: 0, routing: uniform}]",
+    ],
+    moe_routing_skew: [
+        "full.shapes.moe_mlp=[{T: 64, routing: [uniform, zipf, one_takes_all, one_takes_none], K: 8, E: 128, H: 2048, "
+        "I: 768, bits: 0}]",
     ],
     sampling: [
         "shapes.sample.0.V=100", "replicates=1", "repeats=1",

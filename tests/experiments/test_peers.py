@@ -1,9 +1,11 @@
 """What can be known of the peers without a GPU: that SDPA on gathered pages and the dense weight are the same ops."""
 
 import inspect
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from experiments.peers import slack_of, with_peers
 from experiments.peers.dense_attention import dense_attention
 from experiments.peers.flashinfer_pages import Pages, attend
 from experiments.peers.serving import PeerTask, PeerUnsupportedError, make_peer
+from experiments.peers.sorted_pairs import SortedPairs
 from experiments.peers.transformers_generate import fastest
 from experiments.peers.variants import MadeOnce, forget_made, peer_variant, refuse_other_codes
 from experiments.serving.requests import Request
 from experiments.serving.rounds import Served
 from tkernels import OPS, UnsupportedError
+from tkernels.contract import Case
 from tkernels.device import TARGETS, device_facts
 from tkernels.measurement import CPU_SIZE, cut_axes
 from tkernels.verification.check import check_case
@@ -113,6 +117,114 @@ def test_a_peer_says_which_weights_it_does_not_read(change: dict[str, object], r
     peer = with_peers(OPS)["dequant_gemm"].variants["torch_int4"]
     sizes = {"activation": "bfloat16", "weight": "bfloat16", "group_size": 128, "N": 8, "K": 1024}
     assert peer.supports({**weight, **sizes}, TARGETS["sm_90"]) == found
+
+
+def mixture(dtype: str, tokens: int, seed: int) -> Case:
+    """A case of moe_mlp whose pairs all have an expert, in the shape of Qwen3-30B-A3B's, smaller."""
+    contract = OPS["moe_mlp"].contract
+    sizes = {"T": tokens, "K": 2, "E": 5, "H": 64, "I": 40, "activation": dtype, "weight": dtype}
+    plain = {"gate_up_group_size": 0, "down_group_size": 0, "layout": "contiguous", "values": "ordinary"}
+    point = {**contract.benchmarks["T=8,Qwen3-30B-A3B"], **sizes, **plain}
+    return contract.case(contract.draw_axes(chooser(seed), point), seed)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 20])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torchs_grouped_products_between_a_gather_and_a_sum_are_the_op(tokens: int, dtype: str) -> None:
+    """On a CPU torch has the same function: by the rule of errors that a GPU's time waits for."""
+    peer = replace(with_peers(OPS)["moe_mlp"].variants["torch_grouped_mm"], supports=lambda axes, device: None)
+    case = mixture(dtype, tokens, tokens)
+    result = check_case(peer, case, slack=slack_of(peer))
+    assert result.status == "ok", str(result)
+    case.inputs["experts"].copy_(torch.arange(2 * tokens).view(tokens, 2) % 5)  # the sorted pairs are made anew
+    assert check_case(peer, case, slack=slack_of(peer)).status == "ok"
+
+
+def test_sorted_pairs_are_those_of_the_op_that_sorts() -> None:
+    experts = torch.tensor([[4, 1], [1, 0], [4, 3], [0, 4]], dtype=torch.int32)
+    pairs = SortedPairs.of(experts, 6)
+    order, starts, *_ = OPS["sort_by_expert"].contract.reference(experts, 6, 16)
+    assert torch.equal(pairs.order, order)
+    assert torch.equal(pairs.ends, starts[1:])
+    assert torch.equal(pairs.counts, starts.diff())
+    assert pairs.order[pairs.places].tolist() == list(range(8))
+    assert torch.equal(pairs.tokens, order // 2)
+    assert {part.dtype for part in vars(pairs).values()} == {torch.int32}
+
+
+def test_triton_kernels_is_given_rows_and_places_as_its_definition_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition is that of its own reference: rows x[src // K] w[e] times their gammas, added up at dst // K.
+    Whether the package agrees only a GPU shows.
+    """
+
+    @dataclass
+    class Indx:
+        src_indx: torch.Tensor
+        dst_indx: torch.Tensor
+
+    @dataclass
+    class RoutingData:
+        gate_scal: torch.Tensor
+        expt_hist: torch.Tensor
+        n_expts_tot: int
+        n_expts_act: int
+        expt_data: Any
+
+    def matmul_ogs(
+        x: torch.Tensor, w: torch.Tensor, bias: None, routing_data: RoutingData, gather_indx: Indx | None = None,
+        scatter_indx: Indx | None = None, *, gammas: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        rows = x if gather_indx is None else x[gather_indx.src_indx // routing_data.n_expts_act]
+        experts = torch.arange(routing_data.n_expts_tot).repeat_interleave(routing_data.expt_hist)
+        y = torch.stack([row @ w[expert] for row, expert in zip(rows, experts, strict=True)])
+        y = y if gammas is None else y * gammas[:, None]
+        if scatter_indx is None:
+            return y
+        assert torch.equal(scatter_indx.dst_indx[scatter_indx.src_indx], torch.arange(len(y), dtype=torch.int32))
+        out = y.new_zeros((len(y) // routing_data.n_expts_act, w.shape[2]))
+        return out.index_add_(0, scatter_indx.dst_indx // routing_data.n_expts_act, y)
+
+    def make_ragged_tensor_metadata(slice_sizes: torch.Tensor, n_gates: int) -> tuple[list[int], int]:
+        return slice_sizes.tolist(), n_gates
+
+    named = {"matmul_ogs": matmul_ogs, "GatherIndx": Indx, "ScatterIndx": Indx, "RoutingData": RoutingData}
+    tensor = SimpleNamespace(make_ragged_tensor_metadata=make_ragged_tensor_metadata)
+    for name, module in {"": SimpleNamespace(), ".matmul_ogs": SimpleNamespace(**named), ".tensor": tensor}.items():
+        monkeypatch.setitem(sys.modules, f"triton_kernels{name}", module)
+    peer = with_peers(OPS)["moe_mlp"].variants["triton_kernels"]
+    case = mixture("float32", 7, 3)
+    given = {name: case.inputs[name] for name in ("x", "experts", "weights", "gate_up", "down")}
+    assert peer.function is not None
+    assert torch.allclose(peer.function(**given), case.contract.reference(**case.inputs), rtol=1e-4, atol=1e-5)
+
+
+def test_vllm_is_called_by_its_parameters_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fused_experts(
+        hidden_states: str, w1: str, w2: str, topk_weights: str, topk_ids: str, **options: Any
+    ) -> tuple[str, ...]:
+        return hidden_states, w1, w2, topk_weights, topk_ids
+
+    place = "vllm.model_executor.layers.fused_moe.fused_moe"
+    monkeypatch.setitem(sys.modules, place, SimpleNamespace(fused_experts=fused_experts))
+    peer = with_peers(OPS)["moe_mlp"].variants["vllm"]
+    assert peer.function is not None
+    assert peer.function("x", "experts", "weights", "gate_up", "down") == ("x", "gate_up", "down", "weights", "experts")
+
+
+@pytest.mark.parametrize("name", ["torch_grouped_mm", "vllm", "triton_kernels"])
+def test_a_mixtures_peer_refuses_what_it_would_compute_otherwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda package: object())
+    peer, h200 = with_peers(OPS)["moe_mlp"].variants[name], TARGETS["sm_90"]
+    axes = OPS["moe_mlp"].contract.benchmarks["T=1,Qwen3-30B-A3B"]
+    assert peer.refusal(axes, h200) is None
+    assert peer.left_out == ("gate_up_bias", "down_bias", "limit")
+    changes = {"bits": (4, "dense weights"), "dropped": (True, "no pair without"), "limit": (7, "does not take limit")}
+    if name == "torch_grouped_mm":
+        changes |= {"activation": ("float16", "bfloat16 alone"), "I": (36, "multiples of 8")}
+        assert "sm_90 and later" in str(peer.refusal(axes, replace(h200, arch="sm_80")))
+        assert peer.refusal(axes, replace(h200, arch="sm_100")) is None
+    for axis, (value, reason) in changes.items():
+        assert reason in str(peer.refusal({**axes, axis: value}, h200))
 
 
 def test_a_peer_says_what_it_needs() -> None:

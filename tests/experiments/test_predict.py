@@ -15,7 +15,8 @@ from experiments.foretelling.agreement import agreements, kendall_tau, mean_regr
 from experiments.foretelling.points import quickstart_points
 from experiments.foretelling.published import FURTHER, STAND_INS, Residual, residuals
 from experiments.gpu_report.marks import PUBLISHED
-from experiments.reporting.modelled import modelled_arms_table, modelled_kernels_table
+from experiments.reporting.modelled import modelled_arms_table, modelled_kernels_table, modelled_winners
+from experiments.reporting.verdict import verdict_of
 from experiments.runs.rows import Row
 from experiments.stages.foretold import GPU, kept_rows
 from tests.experiments.runs.folders import kernel_row, write_run
@@ -152,6 +153,32 @@ def test_the_tables_say_that_nothing_in_them_was_measured_and_why_a_time_is_not_
     assert modelled_arms_table(rows, [arm("torch")], ["swiglu"]) is None
     near = modelled_kernels_table([foretold("fused", 3.2, predicted_from={"BLOCK": 128})])
     assert "swiglu.fused (BLOCK=128)" in near.caption
+
+
+def at(variant: str, point: str, us: float | None, **changes: Any) -> Row:
+    """A modelled time at a point of `shapes`."""
+    return foretold(variant, us, point, **{"serves": None, **changes})
+
+
+def test_the_variant_that_a_model_finds_the_fastest_is_told_where_and_what_runs_others_code_is_not() -> None:
+    few, many = {"few": 2.0, "tall": 9.0, "chooses": 2.0, "never": 3.0}, {"few": 30.0, "tall": 8.0, "chooses": 8.0}
+    by_point = {"T=1": few, "T=2": few, "T=8": {**many, "never": 8.5}, "T=9": {**many, "never": 9.5}}
+    rows = [at(variant, point, us) for point, times in by_point.items() for variant, us in times.items()]
+    (said,) = modelled_winners(rows)
+    assert said == (
+        "modelled on H100, not measured: for swiglu the fastest is few at T=1 to T=2; tall at T=8 to T=9"
+        " (by less than a tenth, which the model does not tell, at T=8)"
+    )
+    assert modelled_winners([row for row in rows if row.variant != "chooses"]) == [said]
+    assert modelled_winners([*(row for row in rows if row.variant == "chooses"), *rows]) == [said]  # whatever the order
+    assert verdict_of(rows, 1, True, None, {}).sentence == said[:1].upper() + said[1:] + "."
+
+
+def test_no_winner_is_told_of_one_variant_of_served_points_or_of_other_code() -> None:
+    assert modelled_winners([at("fused", "T=1", 2.0), at("fused", "T=2", 2.0)]) == []
+    assert modelled_winners([at("fused", "T=1", 2.0), at("own", "T=1", None)]) == []
+    assert modelled_winners([foretold("fused", 2.0), foretold("own", 3.0)]) == []
+    assert modelled_winners([at("fused", "T=1", 2.0), at("own", "T=1", 1.0, predicted_from={"BLOCK": 128})]) == []
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -28,6 +28,7 @@ from tkernels.device import INTERPRETER
 from tkernels.launch import Kernel, Run
 from tkernels.launch_plan import LaunchPlan
 from tkernels.preparation import prepared_case
+from tkernels.recording import Recording
 from tkernels.tuning import NEAREST
 from tkernels.variant import UnsupportedError, Variant
 
@@ -346,6 +347,32 @@ def test_only_tritons_own_launch_is_planned() -> None:
     for _ in range(3):
         interpreted(*rows())
     assert plan_of(interpreted, *rows()) is None
+
+
+def test_a_plan_launches_in_the_sections_that_its_launcher_entered(stub: StubDriver) -> None:
+    recording = Recording("cpu")
+    variant = OPS["moe_mlp"].variants["padded_tiles"]
+    kernel = Kernel(variant, NEAREST, {}, ranges=recording)
+    x, experts, weights = torch.ones(3, 32), torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)
+    call = (x, experts, weights, torch.ones(4, 32, 32), torch.ones(4, 32, 16))
+    names: list[list[str]] = []
+    for _ in range(2):
+        recording.clear()
+        kernel(*call)
+        names.append([span.name for span in recording.spans()])
+    assert names == [["moe_mlp.padded_tiles", "moe_mlp sort", "moe_mlp up", "moe_mlp down"]] * 2
+    plan = plan_of(kernel, *call)
+    assert plan is not None
+    launched = [[one.kernel.fn.__name__ for one in launches] for _, launches in plan.sections]
+    assert launched == [
+        ["sort_by_expert_one_program"], ["moe_mlp_padded_tiles"],
+        ["grouped_matmul_padded_tiles", "grouped_matmul_combine"],
+    ]  # fmt: skip
+    silent = kernel_of("moe_mlp", "padded_tiles")
+    silent(*call)
+    plan = plan_of(silent, *call)
+    assert plan is not None
+    assert len(plan.sections) == 1  # nobody listens
 
 
 def test_a_call_that_has_an_empty_grid_launches_nothing(stub: StubDriver) -> None:

@@ -230,6 +230,74 @@ def test_the_table_of_foretold_times_is_what_the_kept_code_gives(op: str, varian
     assert FORETOLD[f"{op}.{variant}"][point]["H100"] == pytest.approx(found.us, abs=1e-3)
 
 
+EXPERTS = "T=4096,Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize("variant", ["padded_tiles", "persistent", "gemv_per_pair", "composed"])
+def test_experts_are_never_under_the_roofline(variant: str) -> None:
+    """Whose tile is which an earlier launch of the call says: without it a kernel would be foretold to do nothing."""
+    for point in ("T=1,Qwen3-30B-A3B", "T=64,Qwen3-30B-A3B", EXPERTS):
+        found = said("moe_mlp", variant, point)
+        assert found.us is not None, found.reason
+        assert found.us > (found.limit_us or 0.0) > 0
+
+
+def test_tiles_that_read_a_weight_again_are_bound_by_the_cache() -> None:
+    short, tall = said("moe_mlp", "padded_tiles", EXPERTS), said("moe_mlp", "persistent", EXPERTS)
+    assert short.bound == "cache"
+    assert (short.us or 0) > 2 * (tall.us or 0) > 0
+
+
+def test_a_composed_fusion_is_what_its_parts_launch() -> None:
+    """Two products among them, of other sizes."""
+    variant = OPS["moe_mlp"].variants["composed"]
+    case = case_without_values(variant.contract, variant.contract.benchmarks["T=64,Qwen3-30B-A3B"])
+    call = make_call(variant, case, H100.facts)
+    products = [axes for part, axes in call.parts if part.contract.name == "grouped_matmul"]
+    assert [(axes["N"], axes["C"], axes["combine"], axes["tile"]) for axes in products] == [
+        (2 * 768, 2048, False, 16), (2048, 768, True, 16)
+    ]  # fmt: skip
+    names = [launch.kernel.__name__ for launch in call.launches]
+    assert names == [
+        "sort_by_expert_one_program", "grouped_matmul_padded_tiles", "swiglu_fused", "grouped_matmul_padded_tiles",
+        "grouped_matmul_combine",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", ["padded_tiles", "dequant_padded_tiles", "composed"])
+def test_tables_that_a_launch_makes_are_known_to_the_next(variant: str) -> None:
+    op = OPS["moe_mlp"]
+    axes = op.contract.benchmarks["T=64,Qwen3-30B-A3B" + ",W4" * variant.startswith("dequant")]
+    case = case_without_values(op.contract, {**axes, "routing": "zipf"})
+    experts = case.inputs["experts"]
+    wanted = OPS["sort_by_expert"].contract.reference(experts, 128, 16)[2]
+    reads = [
+        one for one in make_call(op.variants[variant], case, H100.facts).launches if "tile_expert_ptr" in one.types
+    ]
+    assert len(reads) == 3  # what makes it, and two products
+    for launch in reads[1:]:
+        assert [launch.read("tile_expert_ptr", at) for at in range(len(wanted))] == wanted.tolist()
+
+
+def test_several_launches_move_no_more_of_the_ops_tensors_than_the_op_does() -> None:
+    """One token meets 8 of 128 experts."""
+    variant = OPS["moe_mlp"].variants["gemv_per_pair"]
+    case = case_without_values(variant.contract, variant.contract.benchmarks["T=1,Qwen3-30B-A3B"])
+    call = make_call(variant, case, H100.facts)
+    assert len(call.launches) == 2
+    moved = sum(launch.bytes_moved for launch in call.launches)
+    assert 0.99 * call.bytes_moved < moved < 1.01 * call.bytes_moved
+    assert call.launches[0].bytes_moved == pytest.approx(2 * call.launches[1].bytes_moved, rel=0.01)
+
+
+def test_what_all_programs_load_passes_the_cache_once_for_each() -> None:
+    """1,000 programs that read the same megabyte."""
+    compiled = straight(skeleton=[["work", {"loads": 1e6, "stores": 0.0}]])
+    found = predict_launch(launch_of(1056, 1e6), compiled, H100)
+    assert found.bound == "cache"
+    assert found.us - LAUNCH_US == pytest.approx(1056e6 / H100.cache_bytes_per_s * 1e6)
+
+
 def test_eight_programs_lose_to_hundreds() -> None:
     """What the first GPU hour is planned by: one program a KV head reads 64k keys alone, or many read their parts."""
     alone, many = said("paged_decode", "one_pass", DECODE_ALONE), said("paged_decode", "last_arriver", DECODE_ALONE)

@@ -68,6 +68,8 @@ class Contract:
         corners: Points that no draw reaches and a kernel may be wrong at, by name; what they leave open is drawn.
         batching: How its batch is taken apart; without one, `batch_invariant` cannot be tested.
         work: What its time goes into: by this the inspection knows what its code must have, and a report groups it.
+        sections: What of a call's work profiles tell apart, by name, in order. A launcher enters one by
+            `run.section(name)`; a function with parts is given such a callable after them, `section`.
     """
 
     name: str
@@ -89,6 +91,7 @@ class Contract:
     corners: Mapping[str, Axes] = field(default_factory=dict)
     batching: Batching | None = None
     work: Work = "traffic"
+    sections: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         parameters = list(inspect.signature(self.reference).parameters)

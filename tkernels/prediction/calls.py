@@ -1,8 +1,9 @@
 """What a variant launches at a point on a GPU that is not there, with the few values that decide how long it runs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tkernels.config import Config
-from tkernels.contract import Axes, Case, Contract
+from tkernels.contract import Axes, Case, Contract, pack, unpack
 from tkernels.device import DeviceFacts
 from tkernels.inputs import dtype_name, map_tensors, tensors_in
 from tkernels.launch import Kernel
 from tkernels.preparation import prepare_weights
+from tkernels.registry import builtin_ops
 from tkernels.tuning import NEAREST
 from tkernels.variant import UnsupportedError, Variant
 
@@ -59,11 +61,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class Call:
-    """A variant at a point: what the contract counts, and its launches in order."""
+    """A variant at a point: what the contract counts, and its launches in order.
+
+    parts: What launches them: the variant itself, or a composed fusion's parts, each with the axes that it is called
+    at, but for those that preparing a weight decides.
+    """
 
     bytes_moved: int
     flops: int
     launches: tuple[Launch, ...]
+    parts: tuple[tuple[Variant, Axes], ...]
 
 
 class _KeepsIntegers(TorchFunctionMode):
@@ -142,82 +149,187 @@ def make_call(variant: Variant, case: Case, facts: DeviceFacts, pins: Mapping[st
         UnsupportedError: The variant does not support the point there.
         Whatever its launcher raises on tensors without values.
     """
-    contract = variant.contract
+    contract, trace = variant.contract, _Trace(facts)
     with _KeepsIntegers():
-        arguments = prepare_weights(variant, contract.bind_arguments((), case.inputs))
         bytes_moved, flops = contract.bytes_moved(case), contract.flops(case)
-    known: dict[int, torch.Tensor] = {}
-    bare = map_tensors(arguments, lambda tensor: _without_values(tensor, known))
-    bound, _ = contract.bind_axes(bare)
-    if reason := variant.refusal(bound, facts):
-        raise UnsupportedError(reason)
-    config = variant.default_config(facts.arch)
-    config = variant.pinned(config, pins) if pins else config
-    launches = _launch(variant, bare, bound, facts, config, known)
-    return Call(bytes_moved, flops, _share_bytes(launches, bytes_moved, bare))
+    given = contract.bind_arguments((), case.inputs)
+    if variant.parts:
+        trace.compose(variant, given, case.axes)
+    else:
+        trace.launch(variant, given, bytes_moved, pins)
+        trace.parts = [(variant, case.axes)]
+    return Call(bytes_moved, flops, tuple(trace.launches), tuple(trace.parts))
 
 
-def _without_values(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A meta tensor of the same strides; of one that has values, its storage's are noted under the new storage."""
-    if tensor.is_meta:
-        return tensor
-    storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    whole = torch.empty(storage.shape, dtype=tensor.dtype, device=_META)
-    known[whole.untyped_storage()._cdata] = storage
-    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+@dataclass
+class _Trace:
+    """The launches so far, and the integers that they are given.
+
+    known: storage -> a tensor of it, without which its number could become another's, and its values.
+    """
+
+    facts: DeviceFacts
+    launches: list[Launch] = field(default_factory=list)
+    parts: list[tuple[Variant, Axes]] = field(default_factory=list)
+    known: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def launch(
+        self,
+        variant: Variant,
+        arguments: Mapping[str, Any],
+        bytes_moved: int | None = None,
+        pins: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """Adds what a variant launches; returns its outputs, without values.
+
+        Args:
+            arguments: With weights as checkpoints have them.
+            bytes_moved: What the contract counts; None is to count it.
+        """
+        contract = variant.contract
+        with _KeepsIntegers():
+            arguments = prepare_weights(variant, arguments)
+        bare, axes = self._bind(contract, arguments)
+        if reason := variant.refusal(axes, self.facts):
+            raise UnsupportedError(reason)
+        if bytes_moved is None:
+            with _KeepsIntegers():
+                bytes_moved = contract.bytes_moved(Case(contract, axes, 0, arguments))
+        config = variant.default_config(self.facts.arch)
+        config = variant.pinned(config, pins) if pins else config
+        launches: list[Launch] = []
+        with torch._C.DisableTorchFunction(), _NotesProducts(launches):
+            outputs = contract.allocate_outputs(axes, bare, _META)
+            kernel = Kernel(variant, NEAREST, {}, self._door(launches))
+            kernel.launch_into(outputs, bare, axes, _META, self.facts, config)
+        self.launches += _share_bytes(launches, bytes_moved, bare)
+        return outputs
+
+    def compose(self, variant: Variant, arguments: Mapping[str, Any], axes: Axes) -> None:
+        """Adds what a composed fusion's parts launch, called as it calls them: on a GPU each op's default."""
+        assert variant.function is not None, "a variant with parts is a function"
+        parts = [op.variants[op.default_on(torch.device("cuda"))] for op in variant.part_ops]
+        given = map_tensors(arguments, lambda one: one if _is_index(one) else self._without_values(one))
+        with _KeepsIntegers():
+            called: list[Any] = [self._part(part, variant.axes_of_part(part.contract, axes)) for part in parts]
+            called += Kernel(variant, NEAREST, {}).section_given
+            variant.function(*called, **variant.taken_arguments(given))
+
+    def _part(self, variant: Variant, drawn: Axes) -> Callable[..., Any]:
+        """What a composed fusion calls. drawn: the part's axes that no call binds, and others."""
+        contract = variant.contract
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if variant.launch is None:
+                raise UnsupportedError(f"its kernels are not compiled here: a {variant.kind} variant")
+            given = contract.bind_arguments(args, kwargs)
+            _, bound = self._bind(contract, given)
+            other = {name: value for name, value in bound.items() if drawn.get(name) != value}
+            point = {**drawn, **{name: value for name, value in other.items() if name not in contract.loaded}}
+            self.parts.append((variant, {name: point[name] for name in contract.axis_by_name if name in point}))
+            outputs = self.launch(variant, given)
+            made = self._make_integers(contract, given) if contract in _of_integers().values() else None
+            return pack(tuple((made or outputs).values()))
+
+        return call
+
+    def _bind(self, contract: Contract, arguments: Mapping[str, Any]) -> tuple[dict[str, Any], Axes]:
+        """The arguments without values, and the axes that they bind."""
+        with torch._C.DisableTorchFunction():  # for a composed fusion's integers are on the CPU
+            bare = map_tensors(arguments, self._without_values)
+            return bare, contract.bind_axes(bare)[0]
+
+    def _door(self, launches: list[Launch]) -> Callable[..., None]:
+        def note(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
+            mine = {name: found[0] for name, value in arguments.items() if (found := tensors_in({name: value}))}
+            values = {name: self.known[at][1] for name, one in mine.items() if (at := _storage(one)) in self.known}
+            launches.append(
+                Launch(
+                    kernel,
+                    (*(int(size) for size in grid), *(1,) * (3 - len(grid))),  # type: ignore[arg-type]
+                    config,
+                    {name: value for name, value in arguments.items() if name not in mine},
+                    {name: int(one.storage_offset()) for name, one in mine.items()},
+                    {name: dtype_name(one.dtype) for name, one in mine.items()},
+                    values,
+                    _sizes(mine.values()),
+                )
+            )
+            self._note_made(kernel, arguments)
+
+        return note
+
+    def _note_made(self, kernel: Any, arguments: Mapping[str, Any]) -> None:
+        """Notes the integers that a kernel makes where it makes all those of its op, of others that are known."""
+        contract = _of_integers().get(kernel.__name__)
+        given = {name.removesuffix("_ptr").lower(): value for name, value in arguments.items()}
+        if contract is None or not {*contract.outputs, *contract.arguments} <= given.keys():
+            return
+        made = self._make_integers(contract, {name: given[name] for name in contract.arguments})
+        for name, values in (made or {}).items():
+            self.known[_storage(given[name])] = given[name], values
+
+    def _make_integers(self, contract: Contract, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+        """The outputs by the contract's definition; None where it reads what is not known."""
+        known = map_tensors(arguments, self._with_values)
+        if any(tensor.is_meta for tensor in tensors_in(known)):
+            return None
+        made = unpack(contract.reference(**known))
+        return {name: values.contiguous() for name, values in zip(contract.outputs, made, strict=True)}
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A meta tensor of the same strides; the values of one that has some are noted under its storage."""
+        if tensor.is_meta:
+            return tensor
+        storage = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+        whole = torch.empty(storage.shape, dtype=tensor.dtype, device=_META)
+        self.known[_storage(whole)] = whole, storage
+        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _with_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse, of a tensor whose values are known."""
+        if (found := self.known.get(_storage(tensor))) is None:
+            return tensor
+        return found[1].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@cache
+def _of_integers() -> Mapping[str, Contract]:
+    """Kernel -> the contract of its op, where all outputs are integers that the definition says exactly."""
+    return {
+        name: op.contract
+        for op in builtin_ops().values()
+        if op.contract.outputs
+        and all(one.exact and one.dtype in ("int32", "int64") for one in op.contract.outputs.values())
+        for variant in op.variants.values()
+        for name in variant.kernels
+    }
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, float]:
     """Storage -> bytes, of the largest tensor in it."""
     sizes: dict[int, float] = {}
     for one in tensors:
-        at = one.untyped_storage()._cdata
+        at = _storage(one)
         sizes[at] = max(sizes.get(at, 0.0), float(one.numel() * one.element_size()))
     return sizes
 
 
-def _launch(
-    variant: Variant,
-    bare: Mapping[str, Any],
-    axes: Axes,
-    facts: DeviceFacts,
-    config: Config,
-    known: Mapping[int, torch.Tensor],
-) -> list[Launch]:
-    launches: list[Launch] = []
-
-    def noting_door(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], config: Config) -> None:
-        mine = {name: tensors_in({name: value})[0] for name, value in arguments.items() if tensors_in({name: value})}
-        values = {name: known[at] for name, one in mine.items() if (at := one.untyped_storage()._cdata) in known}
-        launches.append(
-            Launch(
-                kernel,
-                (*(int(size) for size in grid), *(1,) * (3 - len(grid))),  # type: ignore[arg-type]
-                config,
-                {name: value for name, value in arguments.items() if name not in mine},
-                {name: int(one.storage_offset()) for name, one in mine.items()},
-                {name: dtype_name(one.dtype) for name, one in mine.items()},
-                values,
-                _sizes(mine.values()),
-            )
-        )
-
-    outputs = variant.contract.allocate_outputs(axes, bare, _META)
-    with _NotesProducts(launches):
-        Kernel(variant, NEAREST, {}, noting_door).launch_into(outputs, bare, axes, _META, facts, config)
-    return launches
-
-
-def _share_bytes(launches: Sequence[Launch], bytes_moved: int, arguments: Mapping[str, Any]) -> tuple[Launch, ...]:
+def _share_bytes(launches: Sequence[Launch], bytes_moved: int, arguments: Mapping[str, Any]) -> Iterator[Launch]:
     """The launches, with what of the op's bytes each moves: one alone moves them all.
 
-    Of several, each is given tensors of the op, of which a cache's pages may be more than are read, so that together
-    they count for the op's bytes at most; what one passes on to the next counts for both.
+    Of several, each is given tensors of the op. Where these are more than the op moves, as a cache's pages or experts
+    that nobody chose are, each counts for its share; what one passes on to the next counts for both.
     """
     if len(launches) == 1:
-        return (replace(launches[0], bytes_moved=float(bytes_moved)),)
-    own = {tensor.untyped_storage()._cdata for tensor in tensors_in(arguments)}
-    return tuple(
-        replace(one, bytes_moved=min(one.bytes_of(own), float(bytes_moved)) + one.bytes_of(one.sizes.keys() - own))
-        for one in launches
-    )
+        yield replace(launches[0], bytes_moved=float(bytes_moved))
+        return
+    own = {_storage(tensor) for tensor in tensors_in(arguments)}
+    sizes = {storage: size for one in launches for storage, size in one.sizes.items() if storage in own}
+    share = min(1.0, bytes_moved / max(1.0, sum(sizes.values())))
+    for one in launches:
+        yield replace(one, bytes_moved=one.bytes_of(own) * share + one.bytes_of(one.sizes.keys() - own))

@@ -3,13 +3,14 @@
 import inspect
 import json
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tkernels.contract import Axes
+from tkernels.contract import Axes, Case
 from tkernels.device import TARGETS, DeviceFacts
 from tkernels.errors import TKernelsError
 from tkernels.prediction.calls import Launch, case_without_values, make_call
@@ -36,13 +37,22 @@ OnCompiled = Callable[[str, Sequence[CompiledKernel]], None]
 
 def list_missing(wanted: Iterable[Wanted], facts: DeviceFacts, rows: Sequence[CompiledFacts]) -> list[Wanted]:
     """Of calls whose kernels no row is of, exactly, one for each code that they need: that in which the fewest numbers
-    are 1, for which Triton makes code that is good for nothing else.
+    are 1, for which Triton makes code that is good for nothing else. Of a composed fusion its parts' calls.
     """
     found: dict[str, tuple[int, Wanted]] = {}
-    for variant, axes in wanted:
+    queue = deque(wanted)
+    cases: dict[tuple[str, frozenset[Any]], Case] = {}  # variants share an op's points, and drawing one takes a while
+    while queue:
+        variant, axes = queue.popleft()
+        place = variant.contract.name, frozenset(axes.items())
+        if place not in cases:
+            cases[place] = case_without_values(variant.contract, axes)
         try:
-            call = make_call(variant, case_without_values(variant.contract, axes), facts)
+            call = make_call(variant, cases[place], facts)
         except UnsupportedError:
+            continue
+        if variant.parts:
+            queue.extend(call.parts)
             continue
         for launch in call.launches:
             if launch.kernel is None or _is_kept(launch, facts.arch, rows):

@@ -1,12 +1,10 @@
 """A modelled time for a variant at a point on a named GPU; where there is none, the reason."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from tkernels.contract import Axes, Case
-from tkernels.prediction.calls import case_without_values, make_call
+from tkernels.contract import Case
+from tkernels.prediction.calls import make_call
 from tkernels.prediction.compiled import NotKeptError, find_compiled
 from tkernels.prediction.gpus import Gpu
 from tkernels.prediction.kept import CompiledFacts
@@ -55,9 +53,7 @@ def foretell(
         is_exact: Code that was compiled for other constants does not stand for this call's.
     """
     try:
-        if variant.parts:
-            return _of_parts(variant, case, gpu, rows, is_exact)
-        if variant.launch is None:
+        if variant.launch is None and not variant.parts:
             return Foretold(reason=f"its kernels are not compiled here: a {variant.kind} variant")
         return _of_launches(variant, case, gpu, rows, pins, is_exact)
     except UnsupportedError as error:
@@ -87,24 +83,3 @@ def _of_launches(
     rate = gpu.peaks.flops_per_s.get(dtype)
     limits = [call.bytes_moved / gpu.peaks.memory_bytes_per_s, call.flops / rate if rate else 0.0]
     return Foretold(sum(one.us for one in found), max(limits) * 1e6, tuple(found), differs or None)
-
-
-def calls_of_parts(variant: Variant, axes: Axes) -> Iterator[tuple[Variant, Axes]]:
-    """The parts that a composed fusion calls at a point, on a GPU each op's default, and each one's own point."""
-    for op in variant.part_ops:
-        its = variant.axes_of_part(op.contract, axes)
-        part = op.variants[op.default_on(torch.device("cuda"))]
-        yield part, {name: value for name, value in its.items() if name in op.contract.axis_by_name}
-
-
-def _of_parts(variant: Variant, case: Case, gpu: Gpu, rows: Sequence[CompiledFacts], is_exact: bool) -> Foretold:
-    """A composed fusion is what its parts are, one after the other."""
-    found = [
-        foretell(part, case_without_values(part.contract, axes), gpu, rows, None, is_exact)
-        for part, axes in calls_of_parts(variant, case.axes)
-    ]
-    if reasons := [one.reason for one in found if one.us is None]:
-        return Foretold(reason=reasons[0])
-    differs = {name: value for one in found for name, value in (one.compiled_for or {}).items()}
-    whole = [launch for one in found for launch in one.launches]
-    return Foretold(sum(one.us or 0.0 for one in found), None, tuple(whole), differs or None)

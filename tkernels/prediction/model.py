@@ -1,6 +1,6 @@
 """A time for one launch on one GPU, from its code and its sizes.
 
-    time = launch + sum over waves of max(memory, issue, special, matrix, chain)
+    time = launch + sum over waves of max(memory, cache, issue, special, matrix, chain)
 
 A wave is the programs that are resident at once: what registers, shared memory and warps allow a multiprocessor, times
 the multiprocessors; the last wave is what is left. In a wave of p programs, b of them on the fullest multiprocessor:
@@ -8,6 +8,8 @@ the multiprocessors; the last wave is what is left. In a wave of p programs, b o
 - memory: the programs' share of the op's bytes over BANDWIDTH of the data sheet's; a multiprocessor takes at most
   FILL_BYTES a clock. Caches are ideal: each byte that the contract counts moves once. (Williams et al., "Roofline",
   CACM 2009.)
+- cache: what the programs load and store over what the second-level cache gives: a byte that several programs want
+  passes through it once for each. Tiles count whole, with what their masks leave out.
 - issue: instructions over what the schedulers issue: four a clock, and one warp no more than one in DEPENDENT clocks,
   since an instruction mostly waits for the one before it. Few resident warps so issue less.
 - special: exp2, rsqrt and the like, SPECIAL_LANES lanes a clock.
@@ -17,7 +19,8 @@ the multiprocessors; the last wave is what is left. In a wave of p programs, b o
   instructions at DEPENDENT clocks each; where copies run ahead in a pipeline, the longer of both. By Little's law this
   is also what bounds the bandwidth of few bytes in flight.
 
-How often loops run follows from the code itself (`walk`), for up to _WALKED programs of a launch, evenly spaced; a
+How often loops run follows from the code itself (`walk`), for up to _WALKED programs of a launch, evenly spaced;
+integers that a launch hands to the next, such as whose tile is which, are known where its op's definition says them. A
 branch whose condition only memory knows, such as a last arriver's, is skipped by all and then taken by one.
 
 What is not modelled: misses of the caches and of the TLB, bank conflicts, barriers, divergence within a warp, atomics
@@ -34,7 +37,7 @@ from tkernels.prediction.kept import CompiledFacts
 from tkernels.prediction.walk import Counts, walk
 from tkernels.verification.inspection.occupancy import LIMITS, resident_blocks
 
-VERSION = 1
+VERSION = 2
 """Of the model; a figure of another version is another figure."""
 
 LAUNCH_US = 1.3
@@ -83,11 +86,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Program:
-    """What the mean program of a launch does. sync_trips, ahead_trips: to memory, that its instructions wait for or
-    that run ahead of them.
+    """What the mean program of a launch does. bytes_moved: of memory; passed: loaded and stored, whoever else does.
+    sync_trips, ahead_trips: to memory, that its instructions wait for or that run ahead of them.
     """
 
     bytes_moved: float
+    passed: float
     instructions: float
     special: float
     flops: dict[str, float]
@@ -140,10 +144,11 @@ def _wave(program: _Program, compiled: CompiledFacts, gpu: Gpu, programs: int) -
     busy = min(programs, multiprocessors)
     here = math.ceil(programs / multiprocessors)  # on the fullest multiprocessor
     warps = here * compiled.warps
-    bandwidth = min(gpu.peaks.memory_bytes_per_s * BANDWIDTH, busy * FILL_BYTES * clock)
+    filled = busy * FILL_BYTES * clock
     per_clock = min(_SCHEDULERS, warps / DEPENDENT)
     return {
-        "memory": program.bytes_moved * programs / bandwidth,
+        "memory": program.bytes_moved * programs / min(gpu.peaks.memory_bytes_per_s * BANDWIDTH, filled),
+        "cache": program.passed * programs / min(gpu.cache_bytes_per_s, filled),
         "issue": warps * program.instructions / per_clock / clock,
         "special": warps * program.special * _WARP / SPECIAL_LANES / clock,
         "matrix": here * _matrix_seconds(program, compiled, gpu),
@@ -191,7 +196,7 @@ def _spaced(launch: Launch) -> list[tuple[int, int, int]]:
 
 def _mean(counts: Sequence[Counts], launch: Launch, compiled: CompiledFacts) -> _Program:
     """Code outside the numbered loops runs once, or as often as it leads into one of them."""
-    instructions = special = sync = ahead = 0.0
+    passed = instructions = special = sync = ahead = 0.0
     flops: dict[str, float] = {}
     for one in counts:
         rounds = max([1, *one.entries.values()])
@@ -205,9 +210,17 @@ def _mean(counts: Sequence[Counts], launch: Launch, compiled: CompiledFacts) -> 
             trips = passes * loop.trips
             sync, ahead = (sync, ahead + trips) if loop.is_ahead else (sync + trips, ahead)
         for what, amount in one.work.items():
-            if what not in ("loads", "stores"):
+            if what in ("loads", "stores"):
+                passed += amount
+            else:
                 flops[what] = flops.get(what, 0.0) + amount / len(counts)
     count = len(counts)
     return _Program(
-        launch.bytes_moved / launch.programs, instructions / count, special / count, flops, sync / count, ahead / count
+        launch.bytes_moved / launch.programs,
+        passed / count,
+        instructions / count,
+        special / count,
+        flops,
+        sync / count,
+        ahead / count,
     )

@@ -14,6 +14,7 @@ from experiments.gpu_report.steps import Step, new_step
 from experiments.gpu_report.worker import step_of
 from experiments.gpu_report.worth import (
     FIRST_RUNS,
+    LATER,
     has_counters,
     make_steps,
     models_to_draw,
@@ -88,17 +89,25 @@ def test_every_kind_of_step_is_planned_and_names_are_unique(steps: list[Step]) -
 def test_what_the_marks_need_comes_before_everything_else(steps: list[Step]) -> None:
     first = [step for step in steps if step.worth == 0]
     assert steps[: len(first)] == first
-    timed = {(step.op, step.point, step.variant) for step in first if step.kind == "time"}
-    verified = {(step.op, step.point, step.variant) for step in first if step.kind == "verify"}
+    second = [step for step in steps[len(first) :] if step.worth == 1]
+    assert steps[len(first) :][: len(second)] == second
+    timed, verified = (
+        {(step.op, step.point, step.variant) for step in (*first, *second) if step.kind == kind}
+        for kind in ("time", "verify")
+    )
     ops = with_peers(OPS)
     for mark in MARKS:  # each of them exists, and so do the peers it names
         assert mark.point in report_points(OPS[mark.op].contract)
         peers = set(mark.peers) & set(ops[mark.op].variants)
         ours = {name for name, one in ops[mark.op].variants.items() if one.kind == "triton" and not is_peer(one)}
         assert peers
-        assert {(mark.op, mark.point, name) for name in peers | ours} <= timed
+        assert {(*mark.peers_place, name) for name in peers} <= timed
+        assert {(mark.op, mark.point, name) for name in ours} <= timed
         assert {(mark.op, mark.point, name) for name in ours} <= verified
-    assert {op for op, _, _ in timed} == {mark.op for mark in MARKS}
+        added = OPS[mark.plus].variants.values() if mark.plus else ()
+        assert {(mark.plus, mark.point, one.name) for one in added if one.kind == "triton"} <= timed
+    assert {op for op, _, _ in timed} == {op for mark in MARKS for op, _ in mark.places}
+    assert {step.op for step in second if step.kind == "time"} == set(LATER)
     assert [step.point for step in first if step.kind == "mark"] == list(FIRST_RUNS)
     assert [step.point for step in steps if step.kind == "mark"] == list(RUNS)
     for published in PUBLISHED:
@@ -108,7 +117,7 @@ def test_what_the_marks_need_comes_before_everything_else(steps: list[Step]) -> 
 
 def test_every_marked_kernel_is_tuned_at_a_point_of_its_bucket_before_it_is_timed(steps: list[Step]) -> None:
     for place, step in enumerate(steps):
-        if step.worth or step.kind != "tune":
+        if step.worth > 1 or step.kind != "tune":
             continue
         variant = OPS[step.op].variants[step.variant]
         stands_for = tuning_points(variant, H200)[step.point]

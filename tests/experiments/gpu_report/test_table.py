@@ -123,6 +123,43 @@ def test_a_peer_far_under_its_published_figure_voids_the_row() -> None:
     assert "gemlite reaches 1.07 here where 1.78 was published" in found.note
 
 
+def test_a_share_of_the_matmul_rate_counts_what_is_computed() -> None:
+    mark = Mark("moe_mlp", "T=4096,Qwen3-30B-A3B", "matmul", 0.5, ("torch_grouped_mm",))
+    assert mark.text == ">= 50% of the matmul rate"
+    found = row(mark, timing(mark, "persistent", 1000.0, flops=4 * 10**11))
+    assert (found.verdict, found.reached) == ("met", pytest.approx(4e14 / 7.9e14))
+    assert row(mark, timing(mark, "persistent", 1000.0, flops=3 * 10**11)).verdict == "missed"
+    assert row(mark, timing(mark, "persistent", 1000.0, flops=9 * 10**11)).verdict == "void"
+    (unknown,) = mark_rows(timing(mark, "persistent", 1000.0), [mark])
+    assert (unknown.verdict, unknown.note) == ("not measured", "no matmul rate was measured")
+    assert "| >= 50% of the matmul rate | 51% |" in marks_table([found])
+
+
+def test_peers_may_be_timed_at_another_point() -> None:
+    dense = Mark("moe_mlp", "T=1", "peer", 1.0, ("gemv_per_pair",))
+    mark = Mark("moe_mlp", "T=1,W4", "peer", 2.5, ("gemv_per_pair",), ideal=3.88, over="T=1")
+    assert mark.text == ">= 2.5x gemv_per_pair at T=1"
+    assert mark.places == [("moe_mlp", "T=1,W4"), ("moe_mlp", "T=1")]
+    ours = timing(mark, "dequant_gemv", 10.0)
+    assert row(mark, ours, timing(mark, "gemv_per_pair", 30.0)).note == "no time of gemv_per_pair here"
+    found = row(mark, ours, timing(dense, "gemv_per_pair", 26.0), timing(dense, "padded_tiles", 9.0))
+    assert (found.verdict, found.ratio) == ("met", 2.6)
+    assert row(mark, ours, timing(dense, "gemv_per_pair", 39.0)).note == "3.90x is above the ideal of 3.88x"
+
+
+def test_a_time_of_two_ops_is_the_sum_of_their_fastest() -> None:
+    mark = Mark("route", "T=256,K=8,E=128", "time", 10, ("torch",), plus="sort_by_expert")
+    other = Mark("sort_by_expert", mark.point, "time", 10)
+    assert mark.text == "<= 10 us, sort_by_expert's included"
+    assert mark.places == [("route", mark.point), ("sort_by_expert", mark.point)]
+    ours = timing(mark, "rows_per_program", 4.0)
+    assert row(mark, ours).note == "no time of sort_by_expert here"
+    sorts = [*timing(other, "histogram", 5.5), *timing(other, "one_program", 9.0), *timing(other, "torch", 1.0)]
+    found = row(mark, ours, sorts)
+    assert (found.verdict, found.reached) == ("met", 9.5)
+    assert row(mark, ours, sorts, drawn("sort_by_expert", "histogram", 25, 24)).verdict == "missed"
+
+
 def test_figures_of_two_timers_are_not_compared() -> None:
     eager = timing(QUANTIZED, "cublas_16bit", 31.0, timer="cuda events, cold L2")
     found = row(QUANTIZED, timing(QUANTIZED, "gemv", 10.0), eager)

@@ -193,5 +193,6 @@ def test_the_table_has_sections_in_order_and_the_device_leads(tmp_path: Path) ->
 
 
 def test_a_name_alone_tells_its_category() -> None:
-    names = ("step", "commit", "layer 31", "lm_head", "q_proj+k_proj+v_proj", "dequant_gemm.split_k[BLOCK_K=64]")
-    assert [category_of(name) for name in names] == ["step", "phase", "layer", "part", "part", "op"]
+    names = ("step", "commit", "layer 31", "lm_head", "q_proj+k_proj+v_proj", "dequant_gemm.split_k[BLOCK_K=64]",
+             "moe_mlp sort")  # fmt: skip
+    assert [category_of(name) for name in names] == ["step", "phase", "layer", "part", "part", "op", "section"]

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 
 from experiments.commands import profile
 from experiments.commands.profile import run
@@ -24,6 +26,7 @@ from experiments.profiling.proton import ProtonRanges, profile_with_proton, unav
 from tests.experiments.conftest import checkpoint
 from tests.experiments.profiling.nsys_files import two_steps
 from tests.experiments.profiling.perfetto_rules import problems_of
+from tests.tmodel.mixtures import MIXTURE, mixture_tensors
 from tkernels.ranges import RECORD_GRAPH
 from tsched.execution.phases import PHASES
 
@@ -76,6 +79,36 @@ def test_the_quickstart_gives_a_trace_of_its_phases_layers_and_ops(
     command = shlex.split(told["nsys"])
     assert command[:2] == ["nsys", "profile"]
     assert command[-7:] == [str(QUICKSTART), *(part for override in overrides for part in ("--set", override))]
+
+
+@pytest.fixture
+def mixture(checkpoint: Path, tmp_path: Path) -> Path:
+    """The checkpoint with each layer's MLP a mixture of experts."""
+    directory = tmp_path / "mixture"
+    shutil.copytree(checkpoint, directory)
+    config = {**json.loads((checkpoint / "config.json").read_text()), **MIXTURE}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(mixture_tensors(config), directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("moe_mlp", ["composed", "padded_tiles"])
+def test_a_mixture_has_rows_for_its_choice_sort_up_and_down(
+    moe_mlp: str, mixture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether these are ops of their own, or launches of one: in each layer of each step, with times that fit in it."""
+    overrides = (f"model={{path: {mixture}}}", f"kernels={{moe_mlp: {moe_mlp}}}", "workload.max_tokens=2")
+    assert run(asked(QUICKSTART, *overrides, out=tmp_path / "out", as_json=True)) == 0
+    rows = {row["range"]: row for row in json.loads(capsys.readouterr().out)["ranges"]}
+    inside = ["gate", "route.torch", "moe_mlp sort", "moe_mlp up", "moe_mlp down"]
+    assert [rows[name]["category"] for name in inside] == ["part", "op", "section", "section", "section"]
+    assert {(rows[name]["op"], rows[name]["variant"]) for name in inside[2:]} == {("moe_mlp", None)}
+    assert {rows[name]["calls"] for name in inside} == {sum(rows[name]["calls"] for name in LAYERS)}
+    assert all(rows[name]["total_us"] > 0 for name in inside)
+    in_op = sum(rows[name]["total_us"] for name in inside[2:])
+    assert in_op <= rows[f"moe_mlp.{moe_mlp}"]["total_us"]
+    outside = sum(rows[name]["total_us"] for name in ("gate", "route.torch"))
+    assert outside + in_op <= sum(rows[name]["total_us"] for name in LAYERS)
 
 
 def test_without_nsys_the_command_is_printed_and_the_trace_named(

@@ -205,6 +205,18 @@ def test_windows_need_few_blocks_and_say_what_layers_without_one_cost(monkeypatc
     assert f"9 of 36 layers have a window: a sequence of {row['max_model_len']:,} tokens keeps" in said
 
 
+def test_a_mixture_says_what_verifying_tokens_costs() -> None:
+    words = ("--trace", "synthetic:3", "--policy", "none", "--gpu", "H200")
+    (row,) = rows_of(*words, "--model", "Qwen3-30B-A3B")
+    assert list(row["weight_traffic"]) == ["2", "3", "5", "9"]
+    assert [round(times, 2) for times in row["weight_traffic"].values()][:3] == [1.56, 2.08, 3.03]
+    said = " ".join(tk(*words, "--model", "Qwen3-30B-A3B").stdout.split())
+    assert "verifies 2/3/5/9 tokens of one sequence reads 1.56/2.08/3.03/" in said
+    (dense,) = rows_of(*words, "--model", "Qwen3-4B")
+    assert set(dense["weight_traffic"].values()) == {1.0}
+    assert "verifies" not in tk(*words, "--model", "Qwen3-4B").stdout
+
+
 def test_states_take_memory_and_bound_the_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model some of whose layers keep states: a hit ends where one is kept, and blocks have what states leave."""
     words = ("--trace", MOONCAKE, "--kv-cache-bytes", 40 * 10**9, "--max-num-seqs", 4)

@@ -12,6 +12,7 @@ from experiments.simulation.hardware import Gpu, find_gpu
 from experiments.simulation.shapes import find_shape, shape_of
 from experiments.simulation.step_time import StepTime, Work
 from tests.tsched.schedulers import build_scheduler
+from tmodel import RANDOM_PRESETS
 from tmodel.loading import parse_config
 from tsched.requests.sampling_params import SamplingParams
 
@@ -122,6 +123,31 @@ def test_of_experts_the_distinct_ones_are_read_and_the_chosen_ones_computed(tmp_
         slow = replace(gpu, flops_per_s=1.0, memory_bytes_per_s=1e30)
         assert StepTime(slow, shape, 16).step(work) == pytest.approx(2 * tokens * (shared + experts / 4))
     assert read.decodes(3, 5, 2)[0] == read.step(Work(3, 3, 5, 5))
+
+
+def test_verifying_tokens_of_qwen3_30b_reads_the_weights_of_more_steps() -> None:
+    config, shape = RANDOM_PRESETS["Qwen3-30B-A3B"], find_shape("Qwen3-30B-A3B")
+    hidden, experts, chosen = config["hidden_size"], config["num_experts"], config["num_experts_per_tok"]
+    heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])  # of queries and outputs, keys, values
+    router, expert = hidden * experts, 3 * hidden * config["moe_intermediate_size"]
+    attention, head = heads * config["head_dim"] * hidden, hidden * config["vocab_size"]
+
+    def read(tokens: int, router: int) -> float:
+        distinct = experts * (1 - (1 - chosen / experts) ** tokens)
+        return config["num_hidden_layers"] * (attention + router + distinct * expert) + head
+
+    traffic = {tokens: shape.weight_traffic(tokens) for tokens in (1, 2, 3, 5)}
+    assert traffic == pytest.approx({tokens: read(tokens, router) / read(1, router) for tokens in traffic}, rel=1e-12)
+    assert {tokens: round(times, 2) for tokens, times in traffic.items()} == {1: 1, 2: 1.56, 3: 2.08, 5: 3.03}
+    # As many digits of the plan's figures, which leave the routers out: 0.4% of what a step of one token reads.
+    without = {tokens: round(read(tokens, 0) / read(1, 0), 2) for tokens in traffic}
+    assert without == {1: 1, 2: 1.56, 3: 2.09, 5: 3.04}
+    gpu = replace(find_gpu("H100"), flops_per_s=1e30)
+    step_time = StepTime(gpu, replace(shape, kv_bytes_per_token=0), 16)
+    launches = 48 * 10 * 1.3e-6
+    seconds = {tokens: step_time.step(Work(tokens, tokens, 0, 0)) - launches for tokens in traffic}
+    assert {tokens: one / seconds[1] for tokens, one in seconds.items()} == pytest.approx(traffic)
+    assert MODEL.weight_traffic(5) == 1  # of a model without experts
 
 
 def test_unknown_names_list_the_known() -> None:

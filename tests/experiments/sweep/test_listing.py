@@ -41,6 +41,22 @@ def test_a_sweep_over_dtypes_is_one_run_whose_rows_are_told_apart(run: Run, chec
     ]
 
 
+def test_what_is_foretold_are_full_sizes_once_and_none_that_they_break(write: Write) -> None:
+    """Where full sizes run themselves there is nothing else to foretell."""
+    file = write(
+        device="cpu", dtype="float32",
+        kernels={"moe_mlp": ["composed", "padded_tiles"]},
+        shapes={"moe_mlp": [{"T": [1, 2], "K": 1, "E": 2, "H": 8, "I": 8, "bits": 0}]},
+        full={"shapes.moe_mlp": [{"T": [64, 512], "K": [2, 16], "E": 8, "H": 64, "I": 32, "bits": 0}]},
+    )  # fmt: skip
+    for full, wanted in ((False, ["T=64", "T=512"]), (True, [])):
+        sweep = make_sweep(read_document(file, ["full.shapes.moe_mlp.0.K=2"] * full), full=full)
+        tasks = check_tasks(sweep, [points_of(plan) for plan in sweep.plans])
+        for task in tasks:
+            assert [name.partition(",")[0] for name, _ in task.full_points] == wanted  # of 8 experts nobody has 16
+            assert all(axes["E"] == 8 and axes["K"] == 2 for _, axes in task.full_points)
+
+
 def test_keys_depend_on_the_experiment_alone_and_are_all_different(write: Write, checkpoint: Path) -> None:
     file = write(
         model={"path": str(checkpoint)}, dtype=["float32", "bfloat16"], scheduler={**SMALL, "block_size": [8, 16]},

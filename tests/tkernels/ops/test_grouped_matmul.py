@@ -165,6 +165,15 @@ def test_a_loaded_models_weight_says_how_it_is_stored() -> None:
     assert coding_of(torch.zeros(1))["bits"] == 0
 
 
+def test_drawn_codes_of_many_experts_are_each_others_with_the_outputs_turned() -> None:
+    point = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B,up,W4"], "N": 16, "C": 128, "E": 20, "K": 2, "permuted": True}
+    axes = CONTRACT.draw_axes(lambda name, values: values[0], {**point, "symmetric": False})
+    dense = dequantize_experts(CONTRACT.case(axes, 0).inputs["weight"], torch.float64)  # [E, N, C]
+    assert len({tuple(expert.flatten().tolist()) for expert in dense}) == 20
+    assert torch.equal(dense[8:16], dense[:8].roll(1, 1))
+    assert torch.equal(dense[16:], dense[:4].roll(2, 1))
+
+
 def test_bytes_are_those_of_the_distinct_experts() -> None:
     point = {**CONTRACT.benchmarks["T=64,Qwen3-30B-A3B,down"], "N": 16, "C": 32}
     points = [

@@ -10,8 +10,13 @@ import torch
 from tests.tkernels.ops.test_quantized_weight import drawn
 from tkernels import OPS, ContractError
 from tkernels.device import TARGETS
+from tkernels.launch import Kernel
+from tkernels.names import UnknownNameError
 from tkernels.ops.moe_mlp.contract import CONTRACT
+from tkernels.preparation import prepared_case
 from tkernels.quantized.stacked import interleaved_experts, stack
+from tkernels.recording import Recording
+from tkernels.tuning import NEAREST
 
 OP = OPS["moe_mlp"]
 DENSE = pytest.mark.parametrize("variant", [name for name in OP.variants if not name.startswith(("dequant", "fp8"))])
@@ -104,6 +109,22 @@ def test_weights_of_two_kinds_are_refused() -> None:
     arguments["gate_up"] = interleaved_experts(stack([drawn(seed) for seed in range(3)], 3))
     with pytest.raises(ContractError, match="argument 'down' gives bits = 0, but bits = 4 from the arguments before"):
         OP.variants["auto"](**arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in OP.variants if name not in ("torch", "auto")])
+def test_a_variant_tells_its_sections_apart(name: str) -> None:
+    recording, variant = Recording("cpu"), OP.variants[name]
+    stored = {"dequant": ",W4", "fp8": ",FP8"}.get(name.partition("_")[0], "")
+    axes = {**CONTRACT.benchmarks[f"T=1,Qwen3-30B-A3B{stored}"], "H": 128, "I": 128, "E": 4, "K": 2}
+    drawn = CONTRACT.draw_axes(lambda axis, values: values[0], {**axes, "activation": "float16", "weight": "float16"})
+    arguments = prepared_case(variant, CONTRACT.case(drawn, 0)).inputs
+    Kernel(variant, NEAREST, {}, ranges=recording)(**arguments)
+    spans = recording.spans()
+    sections = [(span.name, spans[span.parent].name) for span in spans if span.category == "section"]
+    sorts = [] if "gemv" in name else ["sort"]
+    assert sections == [(f"moe_mlp {section}", f"moe_mlp.{name}") for section in (*sorts, "up", "down")]
+    with pytest.raises(UnknownNameError, match="unknown section of moe_mlp 'dwon': there is down, sort, up; did you"):
+        Kernel(variant, NEAREST, {}).section("dwon")
 
 
 def test_bytes_are_those_of_the_distinct_experts() -> None:

@@ -1,6 +1,7 @@
 """grouped_matmul: each pair of token and choice multiplies its token's row with the weight of its expert."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ from tkernels.quantized.stacked import (
     stack,
 )
 from tkernels.quantized.stacked_scaled import StackedScaledWeight
+from tkernels.quantized.weight import QuantizedWeight
 
 
 def reference(
@@ -138,6 +140,18 @@ def _expert_of(weight: Weight, expert: int, dtype: torch.dtype) -> torch.Tensor:
     return weight[expert] if isinstance(weight, torch.Tensor) else dequantize_expert(weight, expert, dtype)
 
 
+_DRAWN_EXPERTS = 8
+"""Experts that codes are drawn for; those of 128 would take a core half a minute."""
+
+
+def _turned(weight: QuantizedWeight, turns: int) -> QuantizedWeight:
+    """A further expert's weight: the same outputs, each so many places on."""
+    if not turns:
+        return weight
+    by_output: dict[str, Any] = {name: part for name, part in weight.own_parts() if name != "permutation"}
+    return replace(weight, **{name: part.roll(turns, -1) for name, part in by_output.items()})
+
+
 def draw_experts_weight(
     axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: str = ""
 ) -> StackedWeight | StackedScaledWeight:
@@ -161,7 +175,8 @@ def _drawn_words(axes: Axes, draws: Draws, shape: tuple[int, int, int], prefix: 
     own = {name: axes[f"{prefix}{name}"] for name in ("padding", "group_size", "symmetric", "permuted")}
     shared = {"bits": axes["bits"], "coding": axes["coding"], "weight": axes["weight"], "sparse": False}
     point = {"N": outputs, "K": inputs, **shared, **own}
-    weight = stack([draw_weight(point, draws) for _ in range(experts)], experts)
+    drawn = [draw_weight(point, draws) for _ in range(min(experts, _DRAWN_EXPERTS))]
+    weight = stack([_turned(drawn[e % len(drawn)], e // len(drawn)) for e in range(experts)], experts)
     return interleaved_experts(weight) if axes["order"] == "interleaved" else weight
 
 

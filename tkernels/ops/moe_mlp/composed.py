@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tkernels import Variant
+from tkernels.launch import Section
 from tkernels.ops.experts import TILES, tile_of_pairs
 
 
@@ -17,6 +18,7 @@ def composed(
     sort_by_expert: Callable[..., tuple[torch.Tensor, ...]],
     grouped_matmul: Callable[..., torch.Tensor],
     swiglu: Callable[..., torch.Tensor],
+    section: Section,
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
@@ -29,11 +31,14 @@ def composed(
 ) -> torch.Tensor:
     num_experts = gate_up.shape[0]
     tile = tile_of_pairs(experts.numel(), num_experts)
-    order, starts, tile_expert, tile_start = sort_by_expert(experts, num_experts, tile)
+    with section("sort"):
+        order, starts, tile_expert, tile_start = sort_by_expert(experts, num_experts, tile)
     routing = (experts, order, starts, tile, tile_expert, tile_start)
-    pairs = grouped_matmul(x, gate_up, *routing, bias=gate_up_bias)  # [T, H] -> [T K, 2I]
-    pairs = swiglu(pairs, limit=limit)  # [T K, I]; of pairs that are left out, of whatever was in memory
-    return grouped_matmul(pairs, down, *routing, bias=down_bias, combine=weights)  # [T, H]
+    with section("up"):
+        pairs = grouped_matmul(x, gate_up, *routing, bias=gate_up_bias)  # [T, H] -> [T K, 2I]
+        pairs = swiglu(pairs, limit=limit)  # [T K, I]; of pairs that are left out, of whatever was in memory
+    with section("down"):
+        return grouped_matmul(pairs, down, *routing, bias=down_bias, combine=weights)  # [T, H]
 
 
 VARIANT = Variant(

@@ -243,4 +243,5 @@ CONTRACT = Contract(
     loaded={"order": ORDERS[0]},
     batching=row_batching("x", "experts", "weights"),
     work="gemm",
+    sections=("sort", "up", "down"),
 )

@@ -74,19 +74,21 @@ def launch(
     limit: float | None,
 ) -> None:
     activations, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_dequant_gemv,
-        (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
-        **pointers("activated[p] x[t] bias experts[t]", activations, x, gate_up_bias, experts),
-        **row_arguments(gate_up, _takes_pairs(run, "gate_up_"), run.config, run.device),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-    )
-    products = run.workspace["products"]
-    launch_pairs(run, products, activations, down, experts, down_bias, _takes_pairs(run, "down_"))
-    combine_products(run, grouped_matmul_combine, out, experts, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_dequant_gemv,
+            (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
+            **pointers("activated[p] x[t] bias experts[t]", activations, x, gate_up_bias, experts),
+            **row_arguments(gate_up, _takes_pairs(run, "gate_up_"), run.config, run.device),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+        )
+    with run.section("down"):
+        products = run.workspace["products"]
+        launch_pairs(run, products, activations, down, experts, down_bias, _takes_pairs(run, "down_"))
+        combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def _takes_pairs(run: Run, prefix: str) -> bool:

@@ -89,19 +89,21 @@ def launch(
     limit: float | None,
 ) -> None:
     pairs, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_gemv_per_pair,
-        (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
-        **pointers("activated[p] x[t] gate_up[en] bias experts[t]", pairs, x, gate_up, gate_up_bias, experts),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        inputs=x.shape[1],
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-        **run.config,
-        STAGES=run.config.num_stages,
-    )
-    launch_pairs(run, out, pairs, down, experts, down_bias, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_gemv_per_pair,
+            (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
+            **pointers("activated[p] x[t] gate_up[en] bias experts[t]", pairs, x, gate_up, gate_up_bias, experts),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            inputs=x.shape[1],
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+            **run.config,
+            STAGES=run.config.num_stages,
+        )
+    with run.section("down"):
+        launch_pairs(run, out, pairs, down, experts, down_bias, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

@@ -99,27 +99,30 @@ def launch(
     limit: float | None,
 ) -> None:
     tile = run.config["BLOCK_M"]
-    tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
+    with run.section("sort"):
+        tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
     block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
     pairs, width, tiles_m = run.workspace["activated"], down.shape[2], tables[2].shape[0]
-    run.launch(
-        moe_mlp_persistent,
-        (min(tiles_m * triton.cdiv(width, block_n), run.device.multiprocessors),),
-        **pointers("activated[p] x[t] gate_up[en] bias", pairs, x, gate_up, gate_up_bias),
-        **tile_arguments(*tables),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        tiles_m=tiles_m,
-        width=width,
-        inputs=x.shape[1],
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-        GROUP_M=run.config["GROUP_M"],
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
-    launch_persistent(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, grouped_matmul_combine, out, experts, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_persistent,
+            (min(tiles_m * triton.cdiv(width, block_n), run.device.multiprocessors),),
+            **pointers("activated[p] x[t] gate_up[en] bias", pairs, x, gate_up, gate_up_bias),
+            **tile_arguments(*tables),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            tiles_m=tiles_m,
+            width=width,
+            inputs=x.shape[1],
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+            GROUP_M=run.config["GROUP_M"],
+            BLOCK_M=tile,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+        )
+    with run.section("down"):
+        launch_persistent(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
+        combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
