@@ -57,7 +57,11 @@ WEIGHTS: tuple[Mapping[str, Value], ...] = (
     {"coding": "lookup", "symmetric": False, "group_size": 512},
     {"K": 8, "E": 128},  # a token's experts, of all
     {"K": 8, "E": 128, "bits": 4, "group_size": 128, "gate_up_group_size": 128, "down_group_size": 128},
-)
+    {
+        "K": 8, "E": 128, "bits": 8, "coding": "e4m3", "group_size": 128, "gate_up_group_size": 128,
+        "down_group_size": 128,
+    },
+)  # fmt: skip
 """What else is tried where a variant does not take the first."""
 
 

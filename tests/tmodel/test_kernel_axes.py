@@ -44,7 +44,7 @@ def attention(heads: dict[str, int], window: tuple[int, int]) -> dict[str, Any]:
     """What both kernels of attention are asked for; `heads` are Hq and Hkv, all of 16 dims."""
     axes = {
         **heads, "D": 16, "Dv": 16, "B": (1, 4), **POOL, "N": (1, 8), "window": window, "return_lse": False,
-        **NO_SCALES,
+        "sinks": False, **NO_SCALES,
     }  # fmt: skip
     return {"paged_decode": axes, "paged_prefill": {**axes, "T": TOKENS, "causal": True}}
 

@@ -114,8 +114,8 @@ def test_weights_of_two_kinds_are_refused() -> None:
 @pytest.mark.parametrize("name", [name for name in OP.variants if name not in ("torch", "auto")])
 def test_a_variant_tells_its_sections_apart(name: str) -> None:
     recording, variant = Recording("cpu"), OP.variants[name]
-    bits = 4 if name.startswith("dequant") else 0
-    axes = {**CONTRACT.benchmarks["T=1,Qwen3-30B-A3B" + (",W4" if bits else "")], "H": 128, "I": 128, "E": 4, "K": 2}
+    stored = {"dequant": ",W4", "fp8": ",FP8"}.get(name.partition("_")[0], "")
+    axes = {**CONTRACT.benchmarks[f"T=1,Qwen3-30B-A3B{stored}"], "H": 128, "I": 128, "E": 4, "K": 2}
     drawn = CONTRACT.draw_axes(lambda axis, values: values[0], {**axes, "activation": "float16", "weight": "float16"})
     arguments = prepared_case(variant, CONTRACT.case(drawn, 0)).inputs
     Kernel(variant, NEAREST, {}, ranges=recording)(**arguments)

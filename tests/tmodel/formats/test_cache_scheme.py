@@ -79,7 +79,7 @@ def test_a_layer_writes_and_reads_its_cache_with_its_scales() -> None:
     )
     as_it_is: Any = lambda x: x  # noqa: E731
     cache, step = torch.zeros(1), cast("PagedAttention", Step())
-    AttentionLayer(shape, as_it_is, None, None, as_it_is, scales).mix(
+    AttentionLayer(shape, as_it_is, None, None, as_it_is, scales, {}).mix(
         torch.zeros(4, 6), step, (cache, cache), cache, cache
     )
     assert len(told) == 2

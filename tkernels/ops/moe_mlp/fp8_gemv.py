@@ -66,19 +66,21 @@ def launch(
     limit: float | None,
 ) -> None:
     pairs, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_fp8_gemv,
-        (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
-        **pointers("activated[p] x[t] bias experts[t]", pairs, x, gate_up_bias, experts),
-        **blocks_arguments(gate_up),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-        **run.config,
-        STAGES=run.config.num_stages,
-    )
-    launch_fp8_pairs(run, out, pairs, down, experts, down_bias, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_fp8_gemv,
+            (experts.numel(), triton.cdiv(width, run.config["BLOCK_N"])),
+            **pointers("activated[p] x[t] bias experts[t]", pairs, x, gate_up_bias, experts),
+            **blocks_arguments(gate_up),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+            **run.config,
+            STAGES=run.config.num_stages,
+        )
+    with run.section("down"):
+        launch_fp8_pairs(run, out, pairs, down, experts, down_bias, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:

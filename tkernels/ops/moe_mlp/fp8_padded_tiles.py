@@ -83,25 +83,28 @@ def launch(
     limit: float | None,
 ) -> None:
     tile = run.config["BLOCK_PAIRS"]
-    tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
+    with run.section("sort"):
+        tables = sorted_by_expert(run, experts, gate_up.shape[0], tile)
     block_n, block_k = blocks(run.config, x, 2 * tile)  # of two sums
     pairs, width = run.workspace["activated"], down.shape[2]
-    run.launch(
-        moe_mlp_fp8_padded_tiles,
-        (tables[2].shape[0], triton.cdiv(width, block_n)),
-        **pointers("activated[p] x[t] bias", pairs, x, gate_up_bias),
-        **blocks_arguments(gate_up),
-        **tile_arguments(*tables),
-        stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
-        width=width,
-        top_k=experts.shape[1],
-        **limit_arguments(limit),
-        BLOCK_M=tile,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-    )
-    launch_fp8_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
-    combine_products(run, grouped_matmul_combine, out, experts, weights)
+    with run.section("up"):
+        run.launch(
+            moe_mlp_fp8_padded_tiles,
+            (tables[2].shape[0], triton.cdiv(width, block_n)),
+            **pointers("activated[p] x[t] bias", pairs, x, gate_up_bias),
+            **blocks_arguments(gate_up),
+            **tile_arguments(*tables),
+            stride_bias_e=0 if gate_up_bias is None else gate_up_bias.stride(0),
+            width=width,
+            top_k=experts.shape[1],
+            **limit_arguments(limit),
+            BLOCK_M=tile,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+        )
+    with run.section("down"):
+        launch_fp8_tiles(run, run.workspace["products"], pairs, down, experts, tile, tables, down_bias)
+        combine_products(run, grouped_matmul_combine, out, experts, weights)
 
 
 def workspace(axes: Axes, config: Config, device: DeviceFacts) -> Mapping[str, Buffer]:
