@@ -275,13 +275,13 @@ def matmul_gelu(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, tanh: 
 def merge_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    total = torch.logaddexp(lse_b.double(), lse_a.double()).float()
+    total = torch.logaddexp(lse_b.double(), lse_a.double())
     share = torch.sigmoid(lse_a.double() - lse_b.double()).float()  # NaN of two empty parts
     a = torch.where((lse_a > -math.inf)[..., None], out_a.float(), 0.0)
     b = torch.where((lse_b > -math.inf)[..., None], out_b.float(), 0.0)
     out = b + torch.where(total > -math.inf, share, 0.0)[..., None] * (a - b)
     out, total = beside_sinks(out, total, sinks)
-    return out.to(out_a.dtype), total
+    return out.to(out_a.dtype), total.float()
 
 
 def copy_pages(caches: Tensor, src: Tensor, dst: Tensor) -> None:
