@@ -91,6 +91,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     _after_a_sum("sample", "sample_candidates", nth=1),
     Equivalent("merge_states", "merge_states_head_tile", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent("paged_prefill", "paged_prefill_packed_gqa_attend", "constant_changed", "0.0", "1.0", _EMPTY),
+    Equivalent(
+        "paged_prefill", "paged_prefill_packed_gqa_store", "mask_dropped", "tl.load(sinks_ptr + heads, mask=mask_m)",
+        "tl.load(sinks_ptr + heads)", "a row past the last is of one of the group's heads too, and is not stored",
+    ),
     Equivalent("shared", "beside_sinks", "constant_changed", "0.0", "1.0", _EMPTY),
     Equivalent(
         "shared", "tanh_of", "mask_shifted", "x < 0.0", "x <= 0.0",
