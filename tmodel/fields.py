@@ -92,9 +92,7 @@ class RotaryConfig(HuggingFaceConfig):
     @model_validator(mode="before")
     @classmethod
     def _read_rope(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        given = any(raw.get(name) not in (None, {}) for name in _ROPE_MAPPINGS)
-        spelled = raw if given else {**raw, "rope_parameters": cls.default_rope}
-        return {**raw, "rope_parameters": _parse_rope(spelled, cls.default_rope_theta)}
+        return {**raw, "rope_parameters": _parse_rope(raw, cls.default_rope_theta, cls.default_rope)}
 
     def whole_head_rope(self, head_dim: int) -> Rope:
         """The rotation of all dims of a head.
@@ -113,12 +111,11 @@ class RotaryConfig(HuggingFaceConfig):
         return Rope(head_dim, self.rope_parameters)
 
 
-_ROPE_MAPPINGS = ("rope_scaling", "rope_parameters")
 _ROPE_KEYS_BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 """Keys that a config.json may have beside the mapping of rotary parameters."""
 
 
-def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
+def _parse_rope(raw: Mapping[str, Any], default_theta: float, default: Mapping[str, Any]) -> RopeParameters:
     """The rotary parameters of a config.json, in either spelling; a null is an absent key.
 
     What stands in the mapping goes before what stands beside it, as in transformers.
@@ -126,7 +123,7 @@ def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
     Raises:
         ConfigError: An unknown kind, a key that the kind has not or that is missing, or two spellings that differ.
     """
-    name, mapping = _rope_mapping(raw)
+    name, mapping = _rope_mapping(raw, default)
     parameters = {key: value for key, value in mapping.items() if value is not None}
     kind = _rope_kind(name, [parameters.pop(key) for key in ("rope_type", "type") if key in parameters])
     keys = ROPE_KINDS[kind].model_fields
@@ -146,15 +143,15 @@ def _parse_rope(raw: Mapping[str, Any], default_theta: float) -> RopeParameters:
         raise ConfigError("; ".join(wrong)) from error
 
 
-def _rope_mapping(raw: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The mapping of rotary parameters, and the name that it has; an empty one where there is none."""
-    given = {name: raw[name] for name in _ROPE_MAPPINGS if raw.get(name) not in (None, {})}
+def _rope_mapping(raw: Mapping[str, Any], default: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The mapping of rotary parameters, and the name that it has; the default where there is none."""
+    given = {name: raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name) not in (None, {})}
     for name, mapping in given.items():
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{name} must be a mapping, got {mapping!r}")
     if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
         raise ConfigError("rope_scaling and rope_parameters are both given, and differ; keep one of them")
-    return next(iter(given.items()), ("rope_parameters", {}))
+    return next(iter(given.items()), ("rope_parameters", default))
 
 
 def _rope_kind(name: str, named: Sequence[Any]) -> str:

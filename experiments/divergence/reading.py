@@ -279,9 +279,8 @@ class HeardModel:
         listed = {name for shape in self._config.linears() for name in shape.names}
         for tensor, size in self._config.tensors().items():
             name = tensor.removesuffix(".weight")
-            if (
-                tensor.startswith(prefix) and name != tensor and len(size) == 2 and name not in listed
-            ):  # a router, which is always dense
+            is_matrix = name != tensor and len(size) == 2
+            if tensor.startswith(prefix) and is_matrix and name not in listed:  # a router, which is always dense
                 place = f"layer {name.removeprefix(prefix).split('.')[0]}", name.rpartition(".")[2]
                 found.setdefault(place, []).append(((name,), (size[0],)))
         return found
