@@ -107,10 +107,7 @@ def check_offsets(variant: Variant, case: Case, config: Config) -> None:
     def launch(run: Run, *args: Any, **kwargs: Any) -> None:
         assert variant.launch is not None
         large = _large_buffers(variant, axes, config)
-        faked = {
-            name: _fake_strides(t) if name in large and t.is_floating_point() else t
-            for name, t in run.workspace.items()
-        }
+        faked = {name: _fake_strides(t) if name in large else t for name, t in run.workspace.items()}
         variant.launch(replace(run, workspace=faked), *args, **kwargs)
 
     kernel = Kernel(replace(variant, launch=launch), NEAREST, {}, faking_door)

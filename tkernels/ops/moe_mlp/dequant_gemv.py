@@ -112,7 +112,7 @@ VARIANT = Variant(
     # By reasoning, not measured, as grouped_matmul's dequant_gemv.
     default={
         "": Config(BLOCK_N=32, BLOCK_W=8, num_warps=1, num_stages=3),
-        "interpreter": Config(BLOCK_N=16, BLOCK_W=4, num_warps=1),
+        "interpreter": Config(BLOCK_N=64, BLOCK_W=4, num_warps=1),
     },
     key=("H", "I", "bits", "gate_up_group_size", "down_group_size"),
     deterministic=True,

@@ -122,7 +122,7 @@ VARIANT = Variant(
     default={
         "": Config(BLOCK_N=4, BLOCK_K=256, num_warps=1, num_stages=3),
         "gfx942": Config(BLOCK_N=4, BLOCK_K=512, num_warps=1, num_stages=2),
-        "interpreter": Config(BLOCK_N=16, BLOCK_K=32),
+        "interpreter": Config(BLOCK_N=64, BLOCK_K=32),
     },
     key=("H", "I"),
     deterministic=True,

@@ -9,7 +9,7 @@ from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, Value, dtype_axis
 from tkernels.inputs import LAYOUTS, Draws, dtype_of
 
-VALUES = ("ordinary", "distinct", "ties", "equal", "steep", "barred", "huge", "tiny")
+VALUES = ("ordinary", "distinct", "ties", "equal", "steep", "barred", "faulty", "huge", "tiny")
 
 
 def reference(
@@ -124,6 +124,9 @@ def _draw_logits(draws: Draws, tokens: int, experts: int, values: str) -> torch.
         barred = draws.integers(0, 2, shape) == 0
         barred[torch.arange(tokens), draws.integers(0, experts - 1, (tokens,))] = False
         logits = logits.masked_fill(barred.to(draws.device), -torch.inf)
+    elif values == "faulty":  # one row in two has a NaN
+        faults = draws.integers(0, 2 * experts - 1, (tokens, 1)) == torch.arange(experts)
+        logits = logits.masked_fill(faults.to(draws.device), torch.nan)
     return logits
 
 

@@ -8,6 +8,11 @@ import triton
 import triton.language as tl
 
 
+def experts_tile(num_experts: int) -> int:
+    """BLOCK_E: a power of two with room for the last bin too."""
+    return triton.next_power_of_2(num_experts + 1)
+
+
 @triton.jit
 def load_bins(experts_ptr, stride_experts_t, offs, pairs, num_experts, TOP_K: tl.constexpr):
     """The bins of pairs `offs`; of those from `pairs` on, too, the last one."""
@@ -58,8 +63,7 @@ def store_tiles(
     places = first + tl.arange(0, BLOCK)
     is_tile = places < tl.sum(tiles, axis=0)
     of = tl.where(is_tile, experts, 0)
-    within = tl.where(is_tile, places - tl.gather(ends - tiles, of, 0), 0)
-    begins = tl.gather(starts, of, 0) + within * TILE
+    begins = tl.gather(starts, of, 0) + (places - tl.gather(ends - tiles, of, 0)) * TILE
     inside = places < num_tiles
     tl.store(tile_expert_ptr + places, tl.where(is_tile, experts, -1), mask=inside)
     tl.store(tile_start_ptr + places, tl.where(is_tile, begins, -1), mask=inside)

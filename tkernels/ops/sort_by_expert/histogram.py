@@ -10,7 +10,15 @@ import triton.language as tl
 
 from tkernels import Axes, Buffer, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.sort_by_expert._pairs import count_bins, load_bins, rank_bins, store_pairs, store_tiles, sum_before
+from tkernels.ops.sort_by_expert._pairs import (
+    count_bins,
+    experts_tile,
+    load_bins,
+    rank_bins,
+    store_pairs,
+    store_tiles,
+    sum_before,
+)
 
 CONFIGS = tuple(
     Config(BLOCK=block, BLOCK_SUM=sums, num_warps=warps)
@@ -19,26 +27,25 @@ CONFIGS = tuple(
 )
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks"])
+@triton.jit(do_not_specialize=["stride_counts_e", "pairs"])
 def sort_by_expert_histogram_count(
-    counts_ptr, experts_ptr, stride_experts_t, pairs, num_experts, blocks,
+    counts_ptr, experts_ptr, stride_counts_e, stride_experts_t, pairs, num_experts,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     bins = load_bins(experts_ptr, stride_experts_t, offs, pairs, num_experts, TOP_K)
     ids = tl.arange(0, BLOCK_E)
-    # Expert by expert, so that the sums read side by side. E * blocks can pass 2**31.
-    tl.store(
-        counts_ptr + ids.to(tl.int64) * blocks + block, count_bins(bins, num_experts, BLOCK_E), mask=ids < num_experts
-    )
+    # Expert by expert, so that the sums read side by side. E * stride can pass 2**31.
+    count_ptrs = counts_ptr + ids.to(tl.int64) * stride_counts_e + block
+    tl.store(count_ptrs, count_bins(bins, num_experts, BLOCK_E), mask=ids < num_experts)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def sort_by_expert_histogram_sum(counts_ptr, totals_ptr, blocks, BLOCK_SUM: tl.constexpr):
+@triton.jit(do_not_specialize=["stride_counts_e", "blocks"])
+def sort_by_expert_histogram_sum(counts_ptr, totals_ptr, stride_counts_e, blocks, BLOCK_SUM: tl.constexpr):
     """Puts in the place of each block's count what the blocks before it have."""
     expert = tl.program_id(0)
-    counts_ptr += expert.to(tl.int64) * blocks
+    counts_ptr += expert.to(tl.int64) * stride_counts_e
     total = tl.zeros((), tl.int32)
     for first in range(0, blocks, BLOCK_SUM):
         offs = first + tl.arange(0, BLOCK_SUM)
@@ -48,10 +55,10 @@ def sort_by_expert_histogram_sum(counts_ptr, totals_ptr, blocks, BLOCK_SUM: tl.c
     tl.store(totals_ptr + expert, total)
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks", "num_tiles"])
+@triton.jit(do_not_specialize=["stride_counts_e", "pairs", "blocks", "num_tiles"])
 def sort_by_expert_histogram_place(
-    order_ptr, starts_ptr, tile_expert_ptr, tile_start_ptr, experts_ptr, counts_ptr, totals_ptr, stride_experts_t,
-    pairs, num_experts, blocks, num_tiles,
+    order_ptr, starts_ptr, tile_expert_ptr, tile_start_ptr, experts_ptr, counts_ptr, totals_ptr,
+    stride_experts_t, stride_counts_e, pairs, num_experts, blocks, num_tiles,
     TOP_K: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """A program for each block of pairs, then one for each block of tiles; the first of these stores the starts."""
@@ -62,7 +69,7 @@ def sort_by_expert_histogram_place(
     if block < blocks:
         offs = block * BLOCK + tl.arange(0, BLOCK)
         bins = load_bins(experts_ptr, stride_experts_t, offs, pairs, num_experts, TOP_K)
-        before = tl.load(counts_ptr + bins.to(tl.int64) * blocks + block, mask=bins < num_experts, other=0)
+        before = tl.load(counts_ptr + bins.to(tl.int64) * stride_counts_e + block, mask=bins < num_experts, other=0)
         places = tl.gather(starts, bins, 0) + before + rank_bins(bins, BLOCK)
         store_pairs(order_ptr, places, offs, bins, pairs, tl.sum(totals, axis=0), num_experts)
     else:
@@ -85,15 +92,15 @@ def launch(
     pairs, num_tiles, block = order.shape[0], tile_expert.shape[0], run.config["BLOCK"]
     blocks = triton.cdiv(pairs, block)
     counts, totals = run.workspace["counts"], run.workspace["totals"]
-    sizes = {"pairs": pairs, "num_experts": num_experts, "blocks": blocks}
-    shape = {"TOP_K": experts.shape[1], "BLOCK": block, "BLOCK_E": triton.next_power_of_2(num_experts + 1)}
+    sizes = {"pairs": pairs, "num_experts": num_experts}
+    shape = {"TOP_K": experts.shape[1], "BLOCK": block, "BLOCK_E": experts_tile(num_experts)}
     run.launch(
-        sort_by_expert_histogram_count, (blocks,), **pointers("counts experts[t]", counts, experts), **sizes, **shape
+        sort_by_expert_histogram_count, (blocks,), **pointers("counts[e] experts[t]", counts, experts), **sizes, **shape
     )
     run.launch(
         sort_by_expert_histogram_sum,
         (num_experts,),
-        **pointers("counts totals", counts, totals),
+        **pointers("counts[e] totals", counts, totals),
         blocks=blocks,
         BLOCK_SUM=run.config["BLOCK_SUM"],
     )
@@ -101,7 +108,8 @@ def launch(
         sort_by_expert_histogram_place,
         (blocks + max(1, triton.cdiv(num_tiles, block)),),
         **pointers("order starts tile_expert tile_start", order, starts, tile_expert, tile_start),
-        **pointers("experts[t] counts totals", experts, counts, totals),
+        **pointers("experts[t] counts[e] totals", experts, counts, totals),
+        blocks=blocks,
         num_tiles=num_tiles,
         TILE=tile,
         **sizes,

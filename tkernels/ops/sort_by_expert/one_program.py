@@ -9,7 +9,15 @@ import triton.language as tl
 
 from tkernels import Axes, Config, DeviceFacts, Run, Variant
 from tkernels.ops.arguments import pointers
-from tkernels.ops.sort_by_expert._pairs import count_bins, load_bins, rank_bins, store_pairs, store_tiles, sum_before
+from tkernels.ops.sort_by_expert._pairs import (
+    count_bins,
+    experts_tile,
+    load_bins,
+    rank_bins,
+    store_pairs,
+    store_tiles,
+    sum_before,
+)
 
 MOST_PAIRS = 4096
 
@@ -64,7 +72,7 @@ def launch(
         num_tiles=tile_expert.shape[0],
         TOP_K=experts.shape[1],
         TILE=tile,
-        BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        BLOCK_E=experts_tile(num_experts),
         **run.config,
     )
 

@@ -83,7 +83,8 @@ def trials(
     for target, part in found:
         ops = {variant.contract.name for variant in target.variants}
         op = ops.pop() if len(ops) == 1 else SHARED
-        owners = (op, target.file.parent.name)  # of what ops share, also what the op in whose folder it is declares
+        # Of what ops share, also what the op in whose folder it is declares.
+        owners = (op, target.file.parent.name, SHARED)
         wanted = tuple(kind for kind in KINDS[part] if kinds is None or kind in kinds)
         plant = mutants if part == "kernel" else launcher_mutants
         for mutant in plant(target.file, target.functions, wanted):

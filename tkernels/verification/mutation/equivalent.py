@@ -26,6 +26,7 @@ class Equivalent:
 _NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
 _SKIPPED = "what heads past the last are divided by is not stored"
 _EMPTY = "what -inf is compared with decides nothing: exp2 of -inf less any finite origin is 0"
+_WHOLE_SHIFT = "a shift by all bits leaves the sign in each, as one by all but one does, where it is interpreted"
 _REPEATED = "in steps of one, every program computes all tiles from its own on: too often, and each time the same"
 
 
@@ -156,6 +157,33 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         "dequant_gemm", "axes_of", "factor_dropped", "weight.places - inputs", "weight.places",
         "a call's axes are the contract's; `auto` asks these what takes the weight, which no padding decides",
+    ),
+    Equivalent(
+        "route", "route_rows_per_program", "constant_changed", "0.0", "1.0",
+        "of numbers that are all equal the choice is the same, whichever they are",
+    ),
+    *(
+        Equivalent("logprobs", function, "constant_changed", "31", "32", _WHOLE_SHIFT)
+        for function in ("make_keys", "logits_of")
+    ),
+    Equivalent(
+        "sort_by_expert", "load_bins", "constant_changed", "1", "2", "below 0 every number says that nobody computes it"
+    ),
+    Equivalent(
+        "sort_by_expert", "rank_bins", "off_by_one", "tl.arange(0, BLOCK)", "tl.arange(0, BLOCK) + 1",
+        "which of two is before the other does not depend on where counting starts",
+    ),
+    Equivalent(
+        "sort_by_expert", "store_tiles", "constant_changed", "0", "1",
+        "what is computed for places behind the last tile is not stored", nth=2,
+    ),
+    Equivalent(
+        "sort_by_expert", "MOST_PAIRS", "number_changed", "4096", "4097",
+        "one pair more is as right, and takes as long",
+    ),
+    Equivalent(
+        "sort_by_expert", "experts_tile", "number_changed", "1", "2",
+        "at most the tile is twice as wide, with zeros in the other half",
     ),
     Equivalent(
         "step_inputs", "launch", "number_changed", "1", "2",

@@ -58,7 +58,8 @@ def _grids_changed(code: HostCode) -> Iterator[Replacement]:
                 if called_name(dim) != "cdiv":
                     yield dim, _plus(dim, 1)
                 yield dim, _plus(dim, -1)
-                yield dim, ast.Constant(1)
+                if ast.unparse(dim) != "1":
+                    yield dim, ast.Constant(1)
         for one, other in pairwise(range(len(dims))):
             swapped = list(dims)
             swapped[one], swapped[other] = dims[other], dims[one]
