@@ -40,6 +40,8 @@ def route(variant: str, logits: Any, top_k: int, **options: Any) -> tuple[list[A
 def choose(row: Sequence[float], bias: Sequence[float], top_k: int) -> list[int]:
     """The first experts by one comparison after the other."""
     ranked = [float(np.float32(one) + np.float32(more)) for one, more in zip(row, bias, strict=True)]
+    if any(map(math.isnan, ranked)):
+        return list(range(top_k))
     chosen: list[int] = []
     while len(chosen) < top_k:
         best = None
@@ -52,7 +54,9 @@ def choose(row: Sequence[float], bias: Sequence[float], top_k: int) -> list[int]
 
 
 def weigh(row: Sequence[float], chosen: Sequence[int], inputs: dict[str, Any]) -> list[float]:
-    """The chosen ones' weights in float64, as formulas in books have them."""
+    """The chosen ones' weights in float64, as formulas in books have them; NaN where a logit is."""
+    if any(map(math.isnan, row)):
+        return [nan] * len(chosen)
     if inputs["sigmoid"]:
         shares = [1 / (1 + math.exp(-row[e])) if row[e] > -700 else 0.0 for e in chosen]
     else:
@@ -76,7 +80,7 @@ def test_the_choice_is_exact_in_200_of_200_draws(variant: str) -> None:
         assert weights.shape == experts.shape
         if rows:
             met.add((case.axes["values"], inputs["bias"] is None))
-    assert len(met) == 16  # all kinds of values, with a bias and without
+    assert len(met) == 18  # all kinds of values, with a bias and without
 
 
 def test_the_definition_is_the_books() -> None:
@@ -86,8 +90,8 @@ def test_the_definition_is_the_books() -> None:
         inputs = widen_floats(case.inputs)
         experts, weights = CONTRACT.reference(**inputs)
         expected = torch.tensor([weigh(inputs["logits"][0].tolist(), experts[0].tolist(), inputs)], dtype=torch.float64)
-        there = expected > 1e-200  # not of sigmoids whose sum vanishes in the books' form
-        torch.testing.assert_close(weights[there], expected[there], rtol=1e-12, atol=0)
+        there = ~(expected <= 1e-200)  # not of sigmoids whose sum vanishes in the books' form
+        torch.testing.assert_close(weights[there], expected[there], rtol=1e-12, atol=0, equal_nan=True)
         compared += int(there.sum())
     assert compared > 200
 

@@ -142,7 +142,7 @@ FAULTS = {
     "equal_experts_in_any_order": ("offs[None, :] < offs[:, None]", "offs[None, :] > offs[:, None]"),
     "nobodys_pairs_are_sorted": ("tl.where(experts < 0, num_experts, experts)", "tl.maximum(experts, 0)"),
     "nobodys_places_are_left": ("(offs >= kept) & (offs < pairs)", "offs < 0"),
-    "the_last_tiles_start": ("within * TILE", "tl.minimum(within, 0) * TILE"),
+    "the_last_tiles_start": ("tl.gather(ends - tiles, of, 0)) * TILE", "tl.gather(ends - tiles, of, 0)) * 0"),
     "tiles_begin_at_multiples": ("tl.gather(starts, of, 0)", "tl.gather(starts // TILE * TILE, of, 0)"),
     "tiles_of_an_expert_without_pairs": ("(counts % TILE > 0)", "(counts % TILE >= 0)"),
     "the_rest_of_the_tiles_is_left": ("inside = places < num_tiles", "inside = is_tile"),
@@ -158,8 +158,10 @@ def with_fault(folder: Path, original: str, *changes: tuple[str, str]) -> Varian
         assert before in helpers, before
         helpers = helpers.replace(before, after)
     text = OP.variants[original].file.read_text()
-    line = next(line for line in text.splitlines() if "_pairs import" in line)
-    write_copy(folder, f"sort_by_expert.{original}", "planted", (line, ""), ("CONFIGS = ", f"{helpers}\n\nCONFIGS = "))
+    start = text.index("_pairs import (") + len("_pairs import ")
+    imported = text[start : text.index(")", start) + 1]
+    changed = ((imported, "(experts_tile)"), ("CONFIGS = ", f"{helpers}\n\nCONFIGS = "))
+    write_copy(folder, f"sort_by_expert.{original}", "planted", *changed)
     return OPS.with_variants_from(folder)["sort_by_expert"].variants["planted"]
 
 
