@@ -21,6 +21,7 @@ from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import dequantize_experts, interleaved_experts, stack
 from tkernels.quantized.stacked_scaled import stack_scaled
 from tkernels.quantized.weight import from_codes
+from tkernels.variant import Variant
 from tkernels.verification.check import drawn_results
 
 OP = OPS["grouped_matmul"]

@@ -16,7 +16,6 @@ from tests.tkernels.outside import computes_wrong, write_copy
 from tkernels import OPS, ContractError, UnsupportedError
 from tkernels.device import INTERPRETER
 from tkernels.inputs import widen_floats
-from tkernels.verification.check import drawn_results
 from tkernels.verification.draws import chooser
 from tkernels.verification.sanitizers.base import sanitized
 from tkernels.verification.sanitizers.suite import SANITIZERS
