@@ -130,8 +130,8 @@ class QuantizationFormat(Protocol):
         """How `layer` ("model.layers.0.mlp.down_proj") is stored; None where it is dense."""
         ...
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        """Checks that the format can store `layer`, [outputs, inputs], where the layer is quantized.
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        """Checks that the format can store `layer`, [outputs, inputs], in `scheme`, which is its own.
 
         Raises:
             ConfigError: It cannot store a layer of this size.
