@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from tmodel.layers import ExpertsMLP, JoinedLinear, Linear
+from tmodel.layers import ExpertsMLP, Linear
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import WeightError
@@ -50,7 +50,7 @@ class Experts:
     limit: float | None = None
 
     def routers(self, name: str) -> tuple[LinearShape]:
-        """The projection to a score for each expert, which no checkpoint has quantized; `name` is the mixture's own."""
+        """The projection to a score for each expert, which is dense in memory; `name` is the mixture's own."""
         return (LinearShape((f"{name}.{self.router}",), (self.num_experts,), self.hidden_size, self.bias),)
 
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
@@ -82,7 +82,7 @@ class Experts:
                 )
         (router,) = self.routers(name)
         return ExpertsLayer(
-            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by), self.limit)
+            self, reader.router(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by), self.limit)
         )
 
 
@@ -91,7 +91,7 @@ class ExpertsLayer:
     """A layer's mixture of experts with its weights."""
 
     shape: Experts
-    router: Linear | JoinedLinear  # H -> E
+    router: Linear  # H -> E
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     experts: ExpertsMLP  # H -> H
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tmodel.formats import eight_bits
 from tests.tmodel.formats.by_hand import Kind, settings
-from tests.tmodel.formats.models import write_models
+from tests.tmodel.formats.models import LINEARS, write_models
 from tests.tmodel.formats.test_models import LIMITS, network, served, tokens
 from tests.tmodel.mixtures import MIXTURE
 from tests.tmodel.packed import load
@@ -24,8 +24,8 @@ from tmodel import ConfigError, WeightError, kernel_axes, load_config
 from tmodel.decoders.experts import ExpertsLayer
 from tmodel.layers import ExpertsMLP
 
-QWEN3_MOE = {**MIXTURE, "moe_intermediate_size": 128}
-MIXTRAL = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
+QWEN3_MOE: Mapping[str, Any] = {**MIXTURE, "moe_intermediate_size": 128}
+MIXTRAL: Mapping[str, Any] = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
 GPTQ = Kind("gptq", 4, 32)
 BLOCKS = eight_bits.Kind("fp8", "float", "block")
 EXPERT = "model.layers.1.mlp.experts.2"
@@ -128,6 +128,70 @@ def test_e4m3_downs_are_not_served_beside_dense_gates_and_ups(tmp_path: Path) ->
     message = r"gate_proj is stored in 0 bits and .*down_proj in 8 \(0: dense\), in uniform and e4m3 codes"
     with pytest.raises(ConfigError, match=message):
         served(downs)
+
+
+WITH_ROUTERS = (*LINEARS, ".gate")
+
+
+@pytest.mark.parametrize("mixture", [QWEN3_MOE, MIXTRAL], ids=lambda fields: fields["architectures"][0])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind("gptq", 4, 32), Kind("gptq_v2", 8, 64, act_order=True), Kind("awq", 4, 32),
+        Kind("compressed-tensors", 4, 32), BLOCKS,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_router_in_codes_is_decoded(kind: Any, mixture: Mapping[str, Any], tmp_path: Path) -> None:
+    """GPTQModel, AutoRound and AutoAWQ have written some."""
+    write: Any = eight_bits.write_models if isinstance(kind, eight_bits.Kind) else write_models
+    settings_of: Any = eight_bits.settings if isinstance(kind, eight_bits.Kind) else settings
+    attention = kind if isinstance(kind, Kind) else None  # that of 8-bit codes quantizes its inputs
+    rest = {} if isinstance(kind, Kind) else {"modules_to_not_convert": [".*self_attn"]}
+    quantized, dense = write(
+        tmp_path,
+        lambda name: attention if "self_attn" in name else kind,
+        {**settings_of(kind), **rest},
+        linears=WITH_ROUTERS,
+        **{**mixture, "num_experts": 8},
+    )
+    block = "mlp" if mixture is QWEN3_MOE else "block_sparse_moe"
+    router = f"model.layers.1.{block}.gate"
+    stored, decoded = (load_file(one / "model.safetensors") for one in (quantized, dense))
+    assert {name for name in stored if name.startswith(router)} != {f"{router}.weight"}
+    mlp = network(quantized).layers[1].mlp
+    assert isinstance(mlp, ExpertsLayer)
+    assert torch.equal(mlp.router.weight, decoded[f"{router}.weight"])  # type: ignore[arg-type]
+    llm = served(quantized)
+    assert tokens(llm) == tokens(served(dense))
+    assert set(llm.kernels) == set(kernel_axes(load_config(quantized), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"modules_to_not_convert": ["mlp.gate"]}, r"tensor 'model\.layers\.0\.mlp\.gate\.weight' is missing"),
+        ({}, r"tensor 'model\.layers\.0\.mlp\.gate\.scales' is missing"),
+    ],
+)
+def test_a_router_in_codes_that_the_config_lacks_or_that_lack_scales_is_refused(
+    listed: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    kind = Kind("awq", 4, 32)
+    fields = {**QWEN3_MOE, "num_experts": 8}
+    quantized, _ = write_models(tmp_path, kind, {**settings(kind), **listed}, linears=WITH_ROUTERS, **fields)
+    if not listed:
+        change(quantized, lambda tensors: tensors.__delitem__("model.layers.0.mlp.gate.scales"))
+    with pytest.raises(WeightError, match=message):
+        load(quantized, torch.float32)
+
+
+def test_a_router_in_codes_is_rounded_once(tmp_path: Path) -> None:
+    """Its scales are no bfloat16."""
+    quantized, dense = write_models(tmp_path, GPTQ, linears=WITH_ROUTERS, **{**QWEN3_MOE, "num_experts": 8})
+    one, other = (load(directory, torch.bfloat16) for directory in (quantized, dense))
+    for mine, theirs in zip(one.layers, other.layers, strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(mine.mlp.router.weight, theirs.mlp.router.weight)
 
 
 def modules_not_converted(*names: str) -> Mapping[str, Any]:
