@@ -130,6 +130,8 @@ class LinearReader:
         is_scaled = isinstance(self.quantization.scheme(shape.names[0]), ScaledScheme)
         try:
             stacked: Any = (stack_scaled if is_scaled else stack)(weights, experts)
+        except WeightError:
+            raise  # of one tensor, which it names
         except ValueError as error:
             raise WeightError(f"{self.checkpoint.directory}: {shape.names[0]} and the others: {error}") from error
         variant = preparing_variant(self.kernels.moe_mlp)

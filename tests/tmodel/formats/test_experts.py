@@ -22,6 +22,7 @@ from tkernels.quantized.stacked import StackedWeight
 from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tmodel import ConfigError, WeightError, kernel_axes, load_config
 from tmodel.decoders.experts import ExpertsLayer
+from tmodel.formats.base import ScaledScheme, Scheme
 from tmodel.layers import ExpertsMLP
 
 QWEN3_MOE: Mapping[str, Any] = {**MIXTURE, "moe_intermediate_size": 128}
@@ -125,9 +126,13 @@ def test_e4m3_downs_are_not_served_beside_dense_gates_and_ups(tmp_path: Path) ->
     downs, _ = eight_bits.write_models(
         tmp_path, lambda name: BLOCKS if "experts" in name and "down" in name else None, listed, **QWEN3_MOE
     )
-    message = r"gate_proj is stored in 0 bits and .*down_proj in 8 \(0: dense\), in uniform and e4m3 codes"
+    message = (
+        r"config\.json: model\.layers\.0\.mlp\.experts\.0\.down_proj is stored as float8_e4m3fn with a scale for "
+        r"each block of 128 x 128, but model\.layers\.0\.mlp\.experts\.0\.gate_proj as dense; all experts of a layer "
+        "must be stored in codes of one kind and size$"
+    )
     with pytest.raises(ConfigError, match=message):
-        served(downs)
+        load_config(downs)
 
 
 WITH_ROUTERS = (*LINEARS, ".gate")
@@ -224,19 +229,33 @@ def test_what_differs_between_kinds_of_layers_is_mixed(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("down", "bits"),
-    [(None, 0), (Kind("gptq", 8, 32), 8)],
+    ("down", "stored"),
+    [(None, "dense"), (Kind("gptq", 8, 32), "codes of 8 bits in groups of 32")],
 )
-def test_downs_that_are_stored_unlike_gates_and_ups_are_refused(down: Kind | None, bits: int, tmp_path: Path) -> None:
-    rule = {r"-:.*down_proj": {}} if down is None else {r"+:.*down_proj": {"bits": bits}}
+def test_downs_that_are_stored_unlike_gates_and_ups_are_refused(down: Kind | None, stored: str, tmp_path: Path) -> None:
+    rule = {r"-:.*down_proj": {}} if down is None else {r"+:.*down_proj": {"bits": down.bits}}
     quantized, _ = write_models(
         tmp_path,
         lambda name: down if name.endswith("down_proj") else GPTQ,
         {**settings(GPTQ), "dynamic": rule},
         **QWEN3_MOE,
     )
-    with pytest.raises(ConfigError, match=rf"experts.0.gate_proj is stored in 4 bits and .*down_proj in {bits} "):
-        served(quantized)
+    message = (
+        rf"config\.json: .*\.0\.down_proj is stored as {stored}, but .*\.0\.gate_proj as codes of 4 bits in groups of "
+        "32; all experts of a layer must be stored in codes of one kind and size$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_config(quantized)
+
+
+def test_downs_may_have_wider_groups_than_gates_and_ups(tmp_path: Path) -> None:
+    quantized, dense = write_models(
+        tmp_path,
+        lambda name: Kind("gptq", 4, 64) if name.endswith("down_proj") else GPTQ,
+        {**settings(GPTQ), "dynamic": {r"+:.*down_proj": {"group_size": 64}}},
+        **QWEN3_MOE,
+    )
+    assert tokens(served(quantized)) == tokens(served(dense))
 
 
 def test_those_of_mixtral_are_w1_w3_and_w2(tmp_path: Path) -> None:
@@ -293,22 +312,49 @@ def test_experts_in_unlike_orders_are_refused(tmp_path: Path) -> None:
         order = tensors[f"{EXPERT}.up_proj.g_idx"]
         tensors[f"{EXPERT}.up_proj.g_idx"] = order.flip(0).contiguous()
 
-    with pytest.raises(WeightError, match=rf"{EXPERT}\.up_proj and its gate differ: they are permuted"):
+    message = rf"^{tmp_path}/quantized: {EXPERT}\.up_proj and its gate differ: they are permuted"
+    with pytest.raises(WeightError, match=message):
         load(change(quantized, shuffled), torch.float32)
+
+
+@pytest.mark.parametrize("kind", [GPTQ, BLOCKS], ids=str)
+def test_a_fault_in_an_expert_is_that_of_its_tensor_alone(kind: Any, tmp_path: Path) -> None:
+    part = "qweight" if kind is GPTQ else "weight_scale_inv"
+    write: Any = write_models if kind is GPTQ else eight_bits.write_models
+    quantized, _ = write(tmp_path, kind, **QWEN3_MOE)
+    change(quantized, lambda tensors: tensors.__delitem__(f"{EXPERT}.up_proj.{part}"))
+    with pytest.raises(WeightError, match=rf"^{quantized}: tensor '{EXPERT}\.up_proj\.{part}' is missing from "):
+        load(quantized, torch.float32)
+
+
+SCHEMES = {
+    Scheme(4, 32): "codes of 4 bits in groups of 32",
+    Scheme(3, permuted=True): "codes of 3 bits in one group, in the order of activations",
+    Scheme(4, 32, "e2m1"): "e2m1 codes of 4 bits in groups of 32",
+    Scheme(3, coding="lookup", sparse=True): "table codes of 3 bits in one group, with outliers",
+    ScaledScheme("int8"): "int8 with a scale for each output",
+    ScaledScheme("float8_e4m3fn", static=True): "float8_e4m3fn with a scale for each output and one of the inputs",
+    ScaledScheme("float8_e4m3fn", blocked=True): "float8_e4m3fn with a scale for each block of 128 x 128",
+}
+
+
+def test_a_scheme_is_described_by_all_that_it_has() -> None:
+    assert {str(scheme): scheme for scheme in SCHEMES} == {text: scheme for scheme, text in SCHEMES.items()}
 
 
 REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
     "an expert in 8 bits": (
         {**settings(GPTQ), "dynamic": {r"+:.*experts\.2\.": {"bits": 8}}},
-        r"layers\.0\.mlp\.experts\.2\.gate_proj is stored as .*bits=8.*but .*experts\.0\.gate_proj as .*bits=4",
+        r"layers\.0\.mlp\.experts\.2\.gate_proj is stored as codes of 8 bits in groups of 32, but "
+        r"model\.layers\.0\.mlp\.experts\.0\.gate_proj as codes of 4 bits in groups of 32; .* must be stored alike$",
     ),
     "an expert dense": (
         {**settings(GPTQ), "dynamic": {r"-:.*experts\.3\.down": {}}},
-        r"layers\.0\.mlp\.experts\.3\.down_proj is stored as dense, but .*experts\.0\.down_proj as .*bits=4",
+        r"layers\.0\.mlp\.experts\.3\.down_proj is stored as dense, but .*experts\.0\.down_proj as codes of 4 ",
     ),
     "gates dense": (
         {**settings(Kind("awq", 4, 32)), "modules_to_not_convert": ["gate"]},
-        r"experts\.0\.up_proj is stored as .*but .*experts\.0\.gate_proj as dense",
+        r"experts\.0\.up_proj is stored as codes of 4 bits in groups of 32, but .*experts\.0\.gate_proj as dense; all ",
     ),
     **{
         str(kind): (
