@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,9 @@ from tmodel.layers import ExpertsMLP, Linear
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import WeightError
+
+_NUMBER = re.compile(r"[0-9]{1,9}(?=\.)")
+"""Of an expert, as names of tensors have it."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,13 @@ class Experts:
 
     def build(self, name: str, fed_by: Feed, reader: LinearReader) -> ExpertsLayer:
         """The layer with its weights out of the checkpoint."""
-        one_more = f"{name}.experts.{self.num_experts}."
+        experts = f"{name}.experts."
         for tensor in reader.checkpoint.names:
-            if tensor.startswith(one_more):
+            number = _NUMBER.match(tensor, len(experts)) if tensor.startswith(experts) else None
+            if number is not None and int(number[0]) >= self.num_experts:
                 raise WeightError(
-                    f"{reader.checkpoint.directory}: tensor {tensor!r} is of expert {self.num_experts}, counted from "
-                    f"0, but config.json says that there are {self.num_experts}"
+                    f"{reader.checkpoint.directory}: tensor {tensor!r} is of expert {number[0]}, counted from 0, but "
+                    f"config.json says that there are {self.num_experts}"
                 )
         (router,) = self.routers(name)
         return ExpertsLayer(
