@@ -238,9 +238,13 @@ class Checkpoint:
 
     @cached_property
     def coded_layers(self) -> frozenset[str]:
-        """The layers of which there are other tensors than a weight and a bias: codes and their scales."""
+        """The layers that have other tensors than a weight and a bias, and no weight of floats: codes and scales."""
         parts = (name.rpartition(".") for name in self._entries)
-        return frozenset(layer for layer, _, part in parts if part not in ("weight", "bias"))
+        layers = {layer for layer, _, part in parts if part not in ("weight", "bias")}
+        dense = {
+            name.removesuffix(".weight") for name, entry in self._entries.items() if entry.dtype in FLOATS.values()
+        }
+        return frozenset(layers - dense)
 
     def refuse_unused(self) -> None:
         """Checks that the model has read every tensor.

@@ -191,6 +191,17 @@ def test_a_router_in_codes_that_the_config_lacks_or_that_lack_scales_is_refused(
         load(quantized, torch.float32)
 
 
+@pytest.mark.parametrize("kind", [GPTQ, BLOCKS], ids=str)
+def test_what_stands_beside_a_dense_router_is_unexpected(kind: Any, tmp_path: Path) -> None:
+    write: Any = write_models if kind is GPTQ else eight_bits.write_models
+    quantized, _ = write(tmp_path, kind, **QWEN3_MOE)
+    change(
+        quantized, lambda tensors: tensors.update({"model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(4)})
+    )
+    with pytest.raises(WeightError, match=r"unexpected tensor 'model\.layers\.0\.mlp\.gate\.e_score_correction_bias'"):
+        load(quantized, torch.float32)
+
+
 def test_a_router_in_codes_is_rounded_once(tmp_path: Path) -> None:
     """Its scales are no bfloat16."""
     quantized, dense = write_models(tmp_path, GPTQ, linears=WITH_ROUTERS, **{**QWEN3_MOE, "num_experts": 8})
