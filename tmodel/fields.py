@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Field,
@@ -205,41 +207,46 @@ def equal_windows(
 
 
 _OTHER_MIXTURES: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size"), (None, 0)),
-    **dict.fromkeys(("n_group", "topk_group"), (None, 1)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "num_shared_expert"), (None, 0)),
+    **dict.fromkeys(("shared_expert_intermediate_size", "first_k_dense_replace"), (None, 0)),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "moe_layer_freq"), (None, 1)),
     "topk_method": (None, "greedy"),
     "scoring_func": (None, "softmax"),
-    "routed_scaling_factor": (None, 1.0),
+    **dict.fromkeys(("moe_router_use_sigmoid", "use_expert_bias"), (None, False)),
+    **dict.fromkeys(("routed_scaling_factor", "router_scaling_factor"), (None, 1.0)),
 }
 """Fields of other architectures' mixtures -> what they may be where there is no such thing."""
+_ONE_FIELD = (("num_experts", "num_local_experts", "n_routed_experts"), ("num_experts_per_tok", "experts_per_token"))
+"""Names that say one thing, the architectures' own first."""
 
 
 class ExpertsConfig(RotaryConfig):
-    """The fields by which an architecture says how many experts an MLP is made of, and how many a token has.
-
-    `num_experts` and `num_local_experts` are one field by two names.
-    """
+    """The fields by which an architecture says how many experts an MLP is made of, and how many a token has."""
 
     num_hidden_layers: PositiveInt
-    num_experts: PositiveInt
+    num_experts: PositiveInt = Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: PositiveInt
 
     @model_validator(mode="before")
     @classmethod
-    def _read_num_experts(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        given = {name: raw[name] for name in ("num_experts", "num_local_experts") if raw.get(name) is not None}
-        if len(given) == 2 and given["num_experts"] != given["num_local_experts"]:
-            one, other = map(reprlib.repr, given.values())
-            raise ConfigError(
-                f"num_experts is {one}, but num_local_experts {other}; the two are one field: keep one of them"
-            )
+    def _check_names(cls, raw: dict[str, Any]) -> dict[str, Any]:
+        defaults = {name: field.default for name, field in cls.model_fields.items() if not field.is_required()}
+        known = {**defaults, **{name: value for name, value in raw.items() if value is not None}}
+        for names in _ONE_FIELD:
+            given = {name: reprlib.repr(known[name]) for name in names if name in known}
+            for one, other in pairwise(given):
+                if known[one] != known[other]:
+                    raise ConfigError(
+                        f"{one} is {given[one]}, but {other} {given[other]}; the two are one field: keep one of them"
+                    )
         for name, neutral in _OTHER_MIXTURES.items():
             if raw.get(name) not in neutral:
                 raise ConfigError(
-                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them "
-                    "and no other scores than softmax's, and transformers ignores the field"
+                    f"{name} is {reprlib.repr(raw[name])}; the architecture has no shared experts, no groups of them, "
+                    "no other scores than softmax's and no such layers without experts, and transformers ignores the "
+                    "field"
                 )
-        return {**raw, "num_experts": next(iter(given.values()))} if given else raw
+        return {name: value for name, value in raw.items() if value is not None or name not in _ONE_FIELD[0]}
 
     @model_validator(mode="after")
     def _check_experts(self) -> Self:
@@ -249,7 +256,7 @@ class ExpertsConfig(RotaryConfig):
             )
         if self.num_hidden_layers * self.num_experts > _MAX_EXPERTS:
             raise ConfigError(
-                f"num_hidden_layers={self.num_hidden_layers} with num_experts={self.num_experts} are more than "
+                f"num_hidden_layers={self.num_hidden_layers} with {self.num_experts} experts each are more than "
                 f"{_MAX_EXPERTS} experts"
             )
         return self

@@ -18,7 +18,6 @@ from tkernels.quantized.row_codes import BLOCK
 from tkernels.variant import AxisRanges
 from tmodel.config import Axes, Limits, ModelConfig
 from tmodel.formats.base import ScaledScheme, Scheme
-from tmodel.json_files import ConfigError
 from tmodel.quantization import LinearShape, Quantization, coding_axes, fuses_gelu, fuses_swiglu
 
 Range = Value | tuple[int, int]
@@ -205,7 +204,7 @@ def experts_axes(
 
 
 def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quantization | None) -> AxisRanges:
-    """How experts' weights are stored; ConfigError where it is in other codes for some than for others."""
+    """How experts' weights are stored, which Quantization has seen to be in codes of one kind."""
     found: dict[str, Any] = {}
     for name, shape in {"gate_up": gate_up, "down": down}.items():
         scheme = None if quantization is None else quantization.scheme(shape.names[0])
@@ -216,12 +215,7 @@ def _experts_coding(gate_up: LinearShape, down: LinearShape, quantization: Quant
         elif isinstance(scheme, ScaledScheme):
             axes |= {"bits": 8, "group_size": BLOCK}
             coding = "e4m3"
-        bits = axes.pop("bits")
-        if (found.setdefault("bits", bits), found.setdefault("coding", coding)) != (bits, coding):
-            raise ConfigError(
-                f"experts are all stored alike, but {gate_up.names[0]} is stored in {found['bits']} bits and "
-                f"{shape.names[0]} in {bits} (0: dense), in {found['coding']} and {coding} codes"
-            )
+        found |= {"bits": axes.pop("bits"), "coding": coding}
         found |= {f"{name}_{axis}": value for axis, value in axes.items()}
     return found
 

@@ -15,10 +15,10 @@ from tkernels.quantized import scaled_weight, slicing
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tkernels.quantized.stacked import StackedWeight, stack
 from tkernels.quantized.stacked_scaled import StackedScaledWeight, stack_scaled
-from tkernels.quantized.weight import QuantizedWeight
+from tkernels.quantized.weight import QuantizedWeight, dequantize
 from tkernels.ranges import Range
 from tkernels.variant import Variant, as_it_is
-from tmodel.formats.base import ExpertsFormat, ScaledScheme, Scheme
+from tmodel.formats.base import ExpertsFormat, QuantizationFormat, ScaledScheme, Scheme
 from tmodel.layers import ExpertsMLP, GateUp, JoinedLinear, Linear, MatmulGelu, ScaledMatmul, SplitGateUp, SplitGelu
 from tmodel.quantization import LinearShape, Quantization, fuses_gelu, fuses_swiglu
 from tmodel.weights import Checkpoint, WeightError
@@ -78,6 +78,23 @@ class LinearReader:
             return GateUp(self.kernels.gate_up_swiglu, self._dense_weight(shape, 0, len(shape.names)))
         return SplitGateUp(self.linear(shape), self.kernels.swiglu)
 
+    def router(self, shape: LinearShape) -> Linear:
+        """Reads a linear that is always dense, H -> E: where the checkpoint has it in codes, they are decoded.
+
+        Raises:
+            WeightError: As `linear`.
+        """
+        (name,), (outputs,), checkpoint = shape.names, shape.outputs, self.checkpoint
+        quantization_format = None if self.quantization is None else self.quantization.format
+        scheme = None if quantization_format is None else quantization_format.scheme(name)
+        if quantization_format is None or scheme is None or name not in checkpoint.coded_layers:
+            return self._dense(shape, 0, 1)
+        quantization_format.check(name, scheme, outputs, shape.inputs)
+        weight = self._read(quantization_format, scheme, shape, 0)
+        decode: Any = dequantize if isinstance(weight, QuantizedWeight) else scaled_weight.dequantize
+        dense = decode(weight, checkpoint.dtype).contiguous()
+        return Linear(self._range(shape, 0, 1), self.kernels.matmul, dense, self._bias(shape, 0, 1))
+
     def experts(self, gate_up: LinearShape, down: LinearShape, limit: float | None) -> ExpertsMLP:
         """Reads the projections of a layer's experts, each kind into one weight: x [T, H] -> [T, H].
 
@@ -113,6 +130,8 @@ class LinearReader:
         is_scaled = isinstance(self.quantization.scheme(shape.names[0]), ScaledScheme)
         try:
             stacked: Any = (stack_scaled if is_scaled else stack)(weights, experts)
+        except WeightError:
+            raise  # of one tensor, which it names
         except ValueError as error:
             raise WeightError(f"{self.checkpoint.directory}: {shape.names[0]} and the others: {error}") from error
         variant = preparing_variant(self.kernels.moe_mlp)
@@ -233,22 +252,29 @@ class LinearReader:
         self, quantization: Quantization, shape: LinearShape, index: int
     ) -> QuantizedWeight | ScaledWeight | None:
         """Reads part `index` in the checkpoint's layout and the model's dtype; None where it is dense."""
-        name, outputs = shape.names[index], shape.outputs[index]
+        name = shape.names[index]
         scheme = quantization.scheme(name)
         if scheme is None:
             return None
-        checkpoint = self.checkpoint
+        weight = self._read(quantization.format, scheme, shape, index)
+        if isinstance(weight, QuantizedWeight):
+            weight = self._cast_weight(name, weight)
+        _return_freed_memory()
+        return weight
+
+    def _read(
+        self, quantization_format: QuantizationFormat, scheme: Scheme | ScaledScheme, shape: LinearShape, index: int
+    ) -> QuantizedWeight | ScaledWeight:
+        """Reads part `index`, which is stored in `scheme`, in the checkpoint's layout and the file's dtype."""
+        name, outputs, checkpoint = shape.names[index], shape.outputs[index], self.checkpoint
         # 8-bit codes are called what a dense weight is called, and are known by their dtype.
         if isinstance(scheme, Scheme) and f"{name}.weight" in checkpoint:
             raise checkpoint.error(f"{name}.weight", "is dense, but quantization_config says that the layer is not")
-        weight = quantization.format.read(checkpoint, name, outputs, shape.inputs)
+        weight = quantization_format.read(checkpoint, name, outputs, shape.inputs)
         # AutoGPTQ gives every layer a bias, of zeros where the model has none.
         stray = not shape.bias and f"{name}.bias" in checkpoint
         if stray and bool(checkpoint.tensor(f"{name}.bias", (outputs,)).any()):
             raise checkpoint.error(f"{name}.bias", "is not zero, but config.json says that the layer has none")
-        if isinstance(weight, QuantizedWeight):
-            weight = self._cast_weight(name, weight)
-        _return_freed_memory()
         return weight
 
     def _cast_weight(self, layer: str, weight: QuantizedWeight) -> QuantizedWeight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -122,20 +122,27 @@ def load_model(
     with opened as checkpoint, torch.inference_mode():
         # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
-        checkpoint.check_headers(_layer_tensors(config))  # a layer that is not there is found before any is read
+        checkpoint.check_headers(
+            _layer_tensors(config, checkpoint.coded_layers)
+        )  # a layer that is not there is found before any is read
         model = config.architecture.build(config, checkpoint, kernels)
         checkpoint.refuse_unused()
     return model
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of what a checkpoint must hold of the layers; what replaces a quantized weight is not among it."""
+def _layer_tensors(config: ModelConfig, coded: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what a checkpoint must hold of the layers; what replaces a quantized weight is not among it, be
+    the layer quantized by the config or one of those `coded` in the file.
+    """
     quantization, layers = config.quantization, f"{config.architecture.layers}."
+
+    def is_dense(layer: str) -> bool:
+        return quantization is None or (quantization.scheme(layer) is None and layer not in coded)
+
     return {
         name: shape
         for name, shape in config.tensors().items()
-        if name.startswith(layers)
-        and (quantization is None or quantization.scheme(name.removesuffix(".weight")) is None)
+        if name.startswith(layers) and is_dense(name.removesuffix(".weight"))
     }
 
 

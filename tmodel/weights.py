@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -234,6 +235,16 @@ class Checkpoint:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
+
+    @cached_property
+    def coded_layers(self) -> frozenset[str]:
+        """The layers that have other tensors than a weight and a bias, and no weight of floats: codes and scales."""
+        parts = (name.rpartition(".") for name in self._entries)
+        layers = {layer for layer, _, part in parts if part not in ("weight", "bias")}
+        dense = {
+            name.removesuffix(".weight") for name, entry in self._entries.items() if entry.dtype in FLOATS.values()
+        }
+        return frozenset(layers - dense)
 
     def refuse_unused(self) -> None:
         """Checks that the model has read every tensor.

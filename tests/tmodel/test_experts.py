@@ -55,15 +55,30 @@ def test_the_number_of_experts_has_two_names(architecture: str) -> None:
         (of(QWEN3, num_experts_per_tok=5), "num_experts_per_tok is 5, but there are 4 experts"),
         (of(MIXTRAL, num_experts_per_tok=0), "num_experts_per_tok: .*greater than 0"),
         (of(OLMOE, num_experts=0), "num_experts: .*greater than 0"),
+        (of(MIXTRAL, num_experts=None, num_local_experts=0), "^num_local_experts: .*greater than 0, got 0$"),
+        (of(MIXTRAL, num_experts=None, num_local_experts=2**13), "^num_local_experts: must be at most 4096, got 8192$"),
         (of(QWEN3, num_experts=[4]), "num_experts: .*integer"),
+        (of(QWEN3, n_routed_experts=16), "^num_experts is 4, but n_routed_experts 16; the two are one field"),
+        (of(QWEN3, num_experts=None, n_routed_experts=4), "^num_experts: Field required"),
+        (of(QWEN3, num_experts=None, num_local_experts=4, n_routed_experts=5),
+         "^num_local_experts is 4, but n_routed_experts 5; the two are one field"),
+        (of(GPT_OSS, experts_per_token=3), "^num_experts_per_tok is 2, but experts_per_token 3; the two are one field"),
+        (of(GPT_OSS, num_experts_per_tok=None, experts_per_token=3), "^num_experts_per_tok is 4, but experts_per_tok"),
         (of(QWEN3, num_experts=[4], num_local_experts={}), r"num_experts is \[4\], but num_local_experts \{\}"),
-        (of(QWEN3, num_hidden_layers=2**10, num_experts=2**7), "num_hidden_layers=1024 with num_experts=128 are more"),
+        (of(QWEN3, num_hidden_layers=2**10, num_experts=2**7), "num_hidden_layers=1024 with 128 experts each are"),
         (of(QWEN3, shared_expert_intermediate_size=8), "shared_expert_intermediate_size is 8; .*no shared experts"),
         (of(MIXTRAL, n_shared_experts=1), "n_shared_experts is 1; .*no shared experts"),
         (of(QWEN3, n_group=8, topk_group=4), "n_group is 8; .*no groups of them"),
         (of(OLMOE, topk_method="noaux_tc"), "topk_method is 'noaux_tc'"),
         (of(QWEN3, scoring_func="sigmoid"), "scoring_func is 'sigmoid'; .*no other scores than softmax's"),
         (of(QWEN3, routed_scaling_factor=2.5), "routed_scaling_factor is 2.5"),
+        *(
+            (of(QWEN3, **{name: value}), f"^{name} is {value}; the architecture has no shared experts, no groups of ")
+            for name, value in {
+                "num_expert_group": 2, "num_shared_expert": 1, "moe_router_use_sigmoid": True, "use_expert_bias": True,
+                "router_scaling_factor": 2.0, "first_k_dense_replace": 1, "moe_layer_freq": 2,
+            }.items()
+        ),
         (of(QWEN3, decoder_sparse_step=0), "decoder_sparse_step: .*greater than 0"),
         (of(QWEN3, mlp_only_layers=[0.5]), r"mlp_only_layers\.0: .*integer"),
         (of(QWEN3, hidden_act="gelu"), "hidden_act: .*'silu'"),
@@ -80,7 +95,12 @@ def test_what_would_be_another_model_is_refused(raw: dict[str, Any], message: st
 
 
 def test_neutral_fields_of_other_mixtures_are_read() -> None:
-    neutral = {"n_shared_experts": None, "n_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0}
+    neutral = {
+        "n_shared_experts": None, "n_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+        "num_expert_group": 1, "num_shared_expert": 0, "moe_router_use_sigmoid": False, "use_expert_bias": False,
+        "router_scaling_factor": 1.0, "first_k_dense_replace": 0, "moe_layer_freq": 1, "n_routed_experts": 4,
+        "experts_per_token": 2,
+    }  # fmt: skip
     assert parse_config(of(QWEN3, **neutral)) == parse_config(of(QWEN3))
 
 
@@ -105,6 +125,9 @@ def with_shape(name: str, *shape: int) -> Change:
         (with_shape(f"{EXPERT}.2.down_proj.weight", 16, 25), r"experts\.2\.down_proj.* \[16, 25\].* \[16, 24\]"),
         (with_shape(f"{EXPERT}.4.down_proj.weight", 16, 24),
          r"layers\.1\.mlp\.experts\.4\.down_proj.* is of expert 4, counted from 0, but .* there are 4"),
+        (with_shape(f"{EXPERT}.12.down_proj.weight", 16, 24), r"experts\.12\.down_proj.* is of expert 12, counted "),
+        (with_shape(f"{EXPERT}.4x.down_proj.weight", 16, 24), r"unexpected tensor .*experts\.4x\."),
+        (with_shape(f"{EXPERT}.{'9' * 5000}.up_proj.weight", 24, 16), "unexpected tensor .*experts"),
         (with_shape("model.layers.0.mlp.shared_expert.up_proj.weight", 24, 16), "unexpected tensor .*shared_expert"),
         (with_shape("model.layers.0.mlp.gate.e_score_correction_bias", 4), "unexpected tensor .*e_score_correction"),
     ],

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from tmodel.layers import ExpertsMLP, JoinedLinear, Linear
+from tmodel.layers import ExpertsMLP, Linear
 from tmodel.linear_reader import LinearReader
 from tmodel.quantization import Feed, LinearShape
 from tmodel.weights import WeightError
+
+_NUMBER = re.compile(r"[0-9]{1,9}(?=\.)")
+"""Of an expert, as names of tensors have it."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Experts:
     limit: float | None = None
 
     def routers(self, name: str) -> tuple[LinearShape]:
-        """The projection to a score for each expert, which no checkpoint has quantized; `name` is the mixture's own."""
+        """The projection to a score for each expert, which is dense in memory; `name` is the mixture's own."""
         return (LinearShape((f"{name}.{self.router}",), (self.num_experts,), self.hidden_size, self.bias),)
 
     def linears(self, name: str, fed_by: Feed) -> tuple[LinearShape, LinearShape]:
@@ -73,16 +77,17 @@ class Experts:
 
     def build(self, name: str, fed_by: Feed, reader: LinearReader) -> ExpertsLayer:
         """The layer with its weights out of the checkpoint."""
-        one_more = f"{name}.experts.{self.num_experts}."
+        experts = f"{name}.experts."
         for tensor in reader.checkpoint.names:
-            if tensor.startswith(one_more):
+            number = _NUMBER.match(tensor, len(experts)) if tensor.startswith(experts) else None
+            if number is not None and int(number[0]) >= self.num_experts:
                 raise WeightError(
-                    f"{reader.checkpoint.directory}: tensor {tensor!r} is of expert {self.num_experts}, counted from "
-                    f"0, but config.json says that there are {self.num_experts}"
+                    f"{reader.checkpoint.directory}: tensor {tensor!r} is of expert {number[0]}, counted from 0, but "
+                    f"config.json says that there are {self.num_experts}"
                 )
         (router,) = self.routers(name)
         return ExpertsLayer(
-            self, reader.linear(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by), self.limit)
+            self, reader.router(router), reader.kernels.route, reader.experts(*self.linears(name, fed_by), self.limit)
         )
 
 
@@ -91,7 +96,7 @@ class ExpertsLayer:
     """A layer's mixture of experts with its weights."""
 
     shape: Experts
-    router: Linear | JoinedLinear  # H -> E
+    router: Linear  # H -> E
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     experts: ExpertsMLP  # H -> H
 

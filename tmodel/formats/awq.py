@@ -125,10 +125,7 @@ class AWQ(BaseModel):
             raise make_dense_layer_error(layer)
         return settings, scheme
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is None:
-            return
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
         scheme.check_inputs(layer, inputs)
         if outputs % 8:
             raise ConfigError(f"{layer}: {outputs} outputs do not fill whole words of 8 codes")

@@ -52,6 +52,12 @@ class Scheme:
     permuted: bool = False
     sparse: bool = False
 
+    def __str__(self) -> str:
+        groups = "one group" if self.group_size == -1 else f"groups of {self.group_size}"
+        codes = {"uniform": "", "e2m1": "e2m1 ", "lookup": "table "}[self.coding]
+        order = ", in the order of activations" if self.permuted else ""
+        return f"{codes}codes of {self.bits} bits in {groups}{order}{', with outliers' if self.sparse else ''}"
+
     def num_groups(self, inputs: int) -> int:
         """G, the groups of `inputs` that `check_inputs` accepts."""
         return 1 if self.group_size == -1 else inputs // self.group_size
@@ -90,6 +96,10 @@ class ScaledScheme:
     codes: CodesName
     blocked: bool = False
     static: bool = False
+
+    def __str__(self) -> str:
+        scale = f"block of {BLOCK} x {BLOCK}" if self.blocked else "output"
+        return f"{self.codes} with a scale for each {scale}{' and one of the inputs' if self.static else ''}"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,8 +140,8 @@ class QuantizationFormat(Protocol):
         """How `layer` ("model.layers.0.mlp.down_proj") is stored; None where it is dense."""
         ...
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        """Checks that the format can store `layer`, [outputs, inputs], where the layer is quantized.
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        """Checks that the format can store `layer`, [outputs, inputs], in `scheme`, which is its own.
 
         Raises:
             ConfigError: It cannot store a layer of this size.

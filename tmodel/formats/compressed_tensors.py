@@ -21,6 +21,8 @@ Formats "int-quantized", "float-quantized" and "naive-quantized", weights and in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -48,7 +50,7 @@ from tmodel.formats.base import (
     read_words,
 )
 from tmodel.formats.bitstream import num_words, pack_stream, unpack_stream
-from tmodel.formats.patterns import find_pattern_fault, matches
+from tmodel.formats.patterns import find_match, find_pattern_fault
 from tmodel.formats.scaled import (
     check_scaled,
     make_weight,
@@ -255,14 +257,13 @@ class CompressedTensors(BaseModel):
 
     def find_group(self, layer: str) -> Group | None:
         """The settings of a layer; None where it is dense. A name wins over a pattern, and a pattern over a class."""
-        if any(_rank_match(pattern, layer, "ignore") for pattern in self.ignore):
+        if _rank_match(self.ignore, layer, "ignore"):
             return None
         ranked = [
-            (_rank_match(target, layer, f"config_groups.{name}.targets"), group)
+            (_rank_match(group.targets, layer, f"config_groups.{name}.targets"), group)
             for name, group in self.config_groups.items()
-            for target in group.targets
         ]
-        rank, group = max(ranked, key=lambda pair: pair[0], default=(0, None))  # of equal ranks the first wins
+        rank, group = max(ranked, key=lambda pair: pair[0])  # of equal ranks the first wins
         return group if rank else None
 
     def scheme(self, layer: str) -> Scheme | ScaledScheme | None:
@@ -275,10 +276,8 @@ class CompressedTensors(BaseModel):
             raise make_dense_layer_error(layer)
         return group.weights, scheme
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is not None:
-            scheme.check_inputs(layer, inputs)
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        scheme.check_inputs(layer, inputs)
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight | ScaledWeight:
         weights, scheme = self._require_quantized(layer)
@@ -413,8 +412,16 @@ def _encode_eight_bits(
     return tensors if weight.input_scale is None else {**tensors, "input_scale": weight.input_scale}
 
 
-def _rank_match(pattern: str, layer: str, field: str) -> int:
-    """How a target in `field` matches a layer: 3 by name, 2 by a pattern, 1 by its class, 0 not at all."""
-    if pattern.startswith("re:"):
-        return 2 if matches(pattern.removeprefix("re:"), layer, field) else 0
-    return 3 if pattern == layer else int(pattern == _CLASS)
+def _rank_match(targets: Sequence[str], layer: str, field: str) -> int:
+    """How the targets in `field` match a layer: 3 by name, 2 by a pattern, 1 by its class, 0 not at all."""
+    if layer in targets:
+        return 3
+    if find_match(_expressions(tuple(targets)), layer, field) is not None:
+        return 2
+    return int(_CLASS in targets)
+
+
+@lru_cache
+def _expressions(targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The regular expressions among targets."""
+    return tuple(target.removeprefix("re:") for target in targets if target.startswith("re:"))

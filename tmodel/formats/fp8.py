@@ -11,6 +11,7 @@ Source: DeepSeek-AI, DeepSeek-V3, 2024, section 3.3.2.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -19,7 +20,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from tkernels.quantized.row_codes import BLOCK
 from tkernels.quantized.scaled_weight import ScaledWeight
 from tmodel.formats.base import ScaledScheme, make_dense_layer_error
-from tmodel.formats.patterns import find_pattern_fault, matches
+from tmodel.formats.patterns import find_match, find_pattern_fault
 from tmodel.formats.scaled import check_scaled, make_weight, read_codes, read_input_scale, read_scales
 from tmodel.weights import Checkpoint
 
@@ -62,20 +63,22 @@ class FP8(BaseModel):
     def _check_static_and_patterns(self) -> FP8:
         if self.activation_scheme == "static" and self.weight_block_size is not None:
             raise ValueError("activation_scheme: 'static' is supported without weight_block_size; with it 'dynamic' is")
-        for pattern in self.modules_to_not_convert or ():
-            if (fault := find_pattern_fault(pattern) or find_pattern_fault(_within(pattern))) is not None:
+        patterns = tuple(self.modules_to_not_convert or ())
+        for pattern, within in zip(patterns, _within(patterns), strict=True):
+            if (fault := find_pattern_fault(pattern) or find_pattern_fault(within)) is not None:
                 raise ValueError(f"modules_to_not_convert: {pattern[:80]!r}: {fault}")
         return self
 
     def scheme(self, layer: str) -> ScaledScheme | None:
-        if layer == _HEAD or any(_matches(pattern, layer) for pattern in self.modules_to_not_convert or ()):
+        patterns = tuple(self.modules_to_not_convert or ())
+        if layer == _HEAD or layer.endswith(patterns):
+            return None
+        if find_match(_within(patterns), layer, "modules_to_not_convert") is not None:
             return None
         return ScaledScheme("float8_e4m3fn", self.weight_block_size is not None, self.activation_scheme == "static")
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is not None:
-            scheme.check_inputs(layer, inputs)
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        scheme.check_inputs(layer, inputs)
 
     def _require_quantized(self, layer: str) -> ScaledScheme:
         scheme = self.scheme(layer)
@@ -114,14 +117,10 @@ class FP8(BaseModel):
         return {"quant_method": self.method, **self.model_dump()}
 
 
-def _matches(pattern: str, layer: str) -> bool:
-    """Whether a layer is the one that a pattern names, or within it."""
-    return layer.endswith(pattern) or matches(_within(pattern), layer, "modules_to_not_convert")
-
-
-def _within(pattern: str) -> str:
-    """What matches the names that a pattern matches, and names below these."""
-    return rf"(?:{pattern})(?:$|\.|(?<=\.))"
+@lru_cache
+def _within(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """For each pattern what matches the names that it matches, and names below these."""
+    return tuple(rf"(?:{pattern})(?:$|\.|(?<=\.))" for pattern in patterns)
 
 
 def _first_present(checkpoint: Checkpoint, layer: str, *names: str) -> str:

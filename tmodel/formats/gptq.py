@@ -140,10 +140,7 @@ class GPTQ(BaseModel):
             raise make_dense_layer_error(layer)
         return settings, scheme
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is None:
-            return
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
         scheme.check_inputs(layer, inputs)
         if outputs * scheme.bits % 32:
             raise ConfigError(f"{layer}: {outputs} zero-points of {scheme.bits} bits do not fill whole words")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from tkernels.quantized.weight import QuantizedWeight, sequential
 from tmodel.formats.base import Scheme, check_scheme, make_dense_layer_error
-from tmodel.formats.patterns import find_pattern_fault, matches
+from tmodel.formats.patterns import find_match, find_pattern_fault
 from tmodel.weights import Checkpoint
 
 _BLOCK = 32
@@ -48,13 +48,13 @@ class MXFP4(BaseModel):
         return patterns
 
     def scheme(self, layer: str) -> Scheme | None:
-        listed = (matches(pattern, layer, "modules_to_not_convert") for pattern in self.modules_to_not_convert or ())
-        return None if ".experts." not in layer or any(listed) else _SCHEME
+        if ".experts." not in layer:
+            return None
+        listed = find_match(self.modules_to_not_convert or (), layer, "modules_to_not_convert")
+        return _SCHEME if listed is None else None
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is not None:
-            scheme.check_inputs(layer, inputs)
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        scheme.check_inputs(layer, inputs)
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
         """Reads a layer that is stored alone, without the dim of experts."""

@@ -7,10 +7,11 @@ The first expression that matches from the beginning of a layer's name counts. "
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from typing import Any
 
 from tmodel.formats.base import Parsed, drop_nulls, parse_settings
-from tmodel.formats.patterns import find_pattern_fault, matches
+from tmodel.formats.patterns import find_match, find_pattern_fault
 from tmodel.json_files import ConfigError
 
 Dynamic = dict[str, dict[str, Any]]
@@ -24,11 +25,11 @@ _OF_QUANTIZERS = (
 
 def find_override(dynamic: Dynamic | None, layer: str) -> tuple[bool, Mapping[str, Any]] | None:
     """(whether `layer` is kept dense, what differs for it); None where no expression matches."""
-    for pattern, overrides in (dynamic or {}).items():
-        is_dense, expression = _split(pattern)
-        if matches(expression, layer, "dynamic"):
-            return is_dense, overrides
-    return None
+    patterns = tuple(dynamic or ())
+    place = find_match(_expressions(patterns), layer, "dynamic")
+    if dynamic is None or place is None:
+        return None
+    return patterns[place].startswith("-:"), dynamic[patterns[place]]
 
 
 def override(settings: Parsed, overrides: Mapping[str, Any], supported: Collection[str]) -> Parsed:
@@ -57,7 +58,8 @@ def check_dynamic(dynamic: Dynamic | None, apply: Callable[[Mapping[str, Any]], 
         ValueError: It does not; the message names the expression.
     """
     for pattern, overrides in (dynamic or {}).items():
-        if (fault := find_pattern_fault(_split(pattern)[1])) is not None:
+        (expression,) = _expressions((pattern,))
+        if (fault := find_pattern_fault(expression)) is not None:
             raise ValueError(f"dynamic[{pattern[:80]!r}]: {fault}")
         try:
             apply(overrides)
@@ -65,6 +67,7 @@ def check_dynamic(dynamic: Dynamic | None, apply: Callable[[Mapping[str, Any]], 
             raise ValueError(f"dynamic[{pattern[:80]!r}]: {error}") from None
 
 
-def _split(pattern: str) -> tuple[bool, str]:
-    """(whether it keeps layers dense, its regular expression)."""
-    return pattern.startswith("-:"), pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+@lru_cache
+def _expressions(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """The regular expressions of `patterns`."""
+    return tuple(pattern[2:] if pattern[:2] in ("-:", "+:") else pattern for pattern in patterns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,9 @@ _MAX_REPEATS = 10_000
 """Of the fewest repeats that an expression asks for, multiplied: `regex` writes each of them out."""
 _AMBIGUOUS = re.compile(r"\{(?!\d*,?\d*\})|\[:")
 """Braces that count no repeats and classes like [:alpha:], which are text to `re` and more than that to `regex`."""
+_JOINED = re.compile(r"(?:\\\D|[^\\(]|\((?!\?)|\(\?(?:[:=!]|<[=!])){0,200}", re.DOTALL)
+"""An expression that means the same as an alternative of a longer one: it refers to no group, sets no flag, and is too
+short for groups within groups to be more than the library can compile."""
 
 
 def find_pattern_fault(expression: str) -> str | None:
@@ -38,24 +42,52 @@ def find_pattern_fault(expression: str) -> str | None:
     return None
 
 
-def matches(expression: str, layer: str, field: str) -> bool:
-    """Whether `expression`, without a fault, matches a layer's name from its beginning.
+def find_match(expressions: Sequence[str], layer: str, field: str) -> int | None:
+    """The place of the first of `expressions`, without a fault, that matches a layer's name from its beginning.
+
+    A config may have several expressions for each layer, and a mixture has tens of thousands of names that none
+    matches. So all that can be are matched at once, and one by one only where that finds something.
 
     Args:
-        expression: A regular expression.
+        expressions: Regular expressions.
         layer: The name.
-        field: Where the config has the expression, for the message.
+        field: Where the config has them, for the message.
+
+    Returns:
+        The place; None where none matches.
 
     Raises:
         ConfigError: The answer takes too long.
     """
+    together, apart = _join(tuple(expressions))
     try:
-        return _compile(expression).match(layer, timeout=_MAX_SECONDS) is not None
+        places = range(len(expressions)) if _match(together, layer) else apart
     except TimeoutError:
-        raise ConfigError(
-            f"quantization_config: {field}: {expression[:80]!r} is not matched against {layer!r} within "
-            f"{_MAX_SECONDS} s; an expression whose repeats are not nested takes microseconds"
-        ) from None
+        places = range(len(expressions))
+    for place in places:
+        expression = expressions[place]
+        try:
+            if _match(expression, layer):
+                return place
+        except TimeoutError:
+            raise ConfigError(
+                f"quantization_config: {field}: {expression[:80]!r} is not matched against {layer!r} within "
+                f"{_MAX_SECONDS} s; an expression whose repeats are not nested takes microseconds"
+            ) from None
+    return None
+
+
+def _match(expression: str, layer: str) -> bool:
+    """Whether `expression` matches a layer's name from its beginning; TimeoutError where the answer takes too long."""
+    return _compile(expression).match(layer, timeout=_MAX_SECONDS) is not None
+
+
+@lru_cache
+def _join(expressions: tuple[str, ...]) -> tuple[str, Sequence[int]]:
+    """(one expression for those that can be matched at once, the places of the others)."""
+    joined = [one for one in expressions if _JOINED.fullmatch(one)]
+    apart = [place for place, one in enumerate(expressions) if not _JOINED.fullmatch(one)]
+    return "|".join(f"(?:{one})" for one in joined) or "(?!)", apart
 
 
 @lru_cache(maxsize=2**14)  # a config may have one for each layer, more than the library keeps

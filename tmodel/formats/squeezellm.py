@@ -57,10 +57,8 @@ class SqueezeLLM(BaseModel):
     def scheme(self, layer: str) -> Scheme | None:
         return None if layer == "lm_head" else Scheme(self.wbits, coding="lookup", sparse=True)
 
-    def check(self, layer: str, outputs: int, inputs: int) -> None:
-        scheme = self.scheme(layer)
-        if scheme is not None:
-            scheme.check_inputs(layer, inputs)
+    def check(self, layer: str, scheme: Any, outputs: int, inputs: int) -> None:
+        scheme.check_inputs(layer, inputs)
 
     def read(self, checkpoint: Checkpoint, layer: str, outputs: int, inputs: int) -> QuantizedWeight:
         bits = self.wbits

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.tmodel.conftest import checkpoint_tensors
-from tests.tmodel.formats.models import SHAPE, write
+from tests.tmodel.formats.models import LINEARS, SHAPE, write
 from tests.tmodel.mixtures import mixture_tensors
 
 BLOCK = 128
@@ -105,10 +105,12 @@ def e4m3(codes: np.ndarray) -> np.ndarray:
 
 def write_models(
     directory: Path, kind_of: Kind | Callable[[str], Kind | None], quantization: dict[str, Any] | None = None,
-    change: Callable[[str, dict[str, torch.Tensor]], None] = lambda layer, parts: None, **changes: Any,
+    change: Callable[[str, dict[str, torch.Tensor]], None] = lambda layer, parts: None,
+    linears: tuple[str, ...] = LINEARS, **changes: Any,
 ) -> tuple[Path, Path]:  # fmt: skip
     """(a model in 8-bit codes, its dense twin): `kind_of` a layer's name, None for a dense one; `quantization` is the
-    config where it is not the kind's own; `change` may alter a layer's tensors.
+    config where it is not the kind's own; `change` may alter a layer's tensors; `linears` are the ends of the names
+    that are asked about.
     """
     config = {**SHAPE, **changes}
     dense = mixture_tensors(config) if "num_experts" in config else checkpoint_tensors(config)
@@ -117,7 +119,7 @@ def write_models(
     for name, tensor in dense.items():
         layer = name.removesuffix(".weight")
         kind = kind_of if isinstance(kind_of, Kind) else kind_of(layer)
-        if not name.endswith("_proj.weight") or kind is None:
+        if not layer.endswith(linears) or not name.endswith(".weight") or kind is None:
             continue
         parts, weight = linear(kind, *tensor.shape, rng)
         change(layer, parts)

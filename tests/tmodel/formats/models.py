@@ -25,6 +25,8 @@ SHAPE = {
     "eos_token_id": None,
 }
 """Linears of 128 and of 256 inputs: one group of 128 and two."""
+LINEARS = ("_proj", ".w1", ".w2", ".w3")
+"""How the names of linears end."""
 
 
 def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Path:
@@ -36,10 +38,11 @@ def write(directory: Path, config: Mapping[str, Any], tensors: Mapping[str, torc
 
 def write_models(
     directory: Path, kind_of: Kind | Callable[[str], Kind | None], quantization: Mapping[str, Any] | None = None,
-    **changes: Any,
+    linears: tuple[str, ...] = LINEARS, **changes: Any,
 ) -> tuple[Path, Path]:  # fmt: skip
     """(a quantized model, its dense twin): `kind_of` a layer's name, None for a dense one; `quantization` is the config
-    where it is not the kind's own. An expert's gate and up have one order of activations, as their inputs are the same.
+    where it is not the kind's own, `linears` the ends of the names that are asked about. An expert's gate and up have
+    one order of activations, as their inputs are the same.
     """
     config = {**SHAPE, **changes}
     dense = mixture_tensors(config) if "num_experts" in config else checkpoint_tensors(config)
@@ -51,10 +54,12 @@ def write_models(
     for name, tensor in dense.items():
         layer = name.removesuffix(".weight")
         kind = kind_of if isinstance(kind_of, Kind) else kind_of(layer)
-        if not name.endswith("_proj.weight") or kind is None:
+        if not layer.endswith(linears) or not name.endswith(".weight") or kind is None:
             continue
         order = (
-            np.random.default_rng(list(layer.replace("up_proj", "gate_proj").encode())) if "experts" in layer else None
+            np.random.default_rng(list(layer.replace("up_proj", "gate_proj").replace("w3", "w1").encode()))
+            if "experts" in layer
+            else None
         )
         parts, weight = linear(kind, *tensor.shape, rng, order)
         del quantized[name]

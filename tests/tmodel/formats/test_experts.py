@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.tmodel.formats import eight_bits
 from tests.tmodel.formats.by_hand import Kind, settings
-from tests.tmodel.formats.models import write_models
+from tests.tmodel.formats.models import LINEARS, write_models
 from tests.tmodel.formats.test_models import LIMITS, network, served, tokens
 from tests.tmodel.mixtures import MIXTURE
 from tests.tmodel.packed import load
@@ -22,10 +22,11 @@ from tkernels.quantized.stacked import StackedWeight
 from tkernels.quantized.stacked_scaled import StackedScaledWeight
 from tmodel import ConfigError, WeightError, kernel_axes, load_config
 from tmodel.decoders.experts import ExpertsLayer
+from tmodel.formats.base import ScaledScheme, Scheme
 from tmodel.layers import ExpertsMLP
 
-QWEN3_MOE = {**MIXTURE, "moe_intermediate_size": 128}
-MIXTRAL = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
+QWEN3_MOE: Mapping[str, Any] = {**MIXTURE, "moe_intermediate_size": 128}
+MIXTRAL: Mapping[str, Any] = {**QWEN3_MOE, "architectures": ["MixtralForCausalLM"], "intermediate_size": 128}
 GPTQ = Kind("gptq", 4, 32)
 BLOCKS = eight_bits.Kind("fp8", "float", "block")
 EXPERT = "model.layers.1.mlp.experts.2"
@@ -125,9 +126,88 @@ def test_e4m3_downs_are_not_served_beside_dense_gates_and_ups(tmp_path: Path) ->
     downs, _ = eight_bits.write_models(
         tmp_path, lambda name: BLOCKS if "experts" in name and "down" in name else None, listed, **QWEN3_MOE
     )
-    message = r"gate_proj is stored in 0 bits and .*down_proj in 8 \(0: dense\), in uniform and e4m3 codes"
+    message = (
+        r"config\.json: model\.layers\.0\.mlp\.experts\.0\.down_proj is stored as float8_e4m3fn with a scale for "
+        r"each block of 128 x 128, but model\.layers\.0\.mlp\.experts\.0\.gate_proj as dense; all experts of a layer "
+        "must be stored in codes of one kind and size$"
+    )
     with pytest.raises(ConfigError, match=message):
-        served(downs)
+        load_config(downs)
+
+
+WITH_ROUTERS = (*LINEARS, ".gate")
+
+
+@pytest.mark.parametrize("mixture", [QWEN3_MOE, MIXTRAL], ids=lambda fields: fields["architectures"][0])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind("gptq", 4, 32), Kind("gptq_v2", 8, 64, act_order=True), Kind("awq", 4, 32),
+        Kind("compressed-tensors", 4, 32), BLOCKS,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_router_in_codes_is_decoded(kind: Any, mixture: Mapping[str, Any], tmp_path: Path) -> None:
+    """GPTQModel, AutoRound and AutoAWQ have written some."""
+    write: Any = eight_bits.write_models if isinstance(kind, eight_bits.Kind) else write_models
+    settings_of: Any = eight_bits.settings if isinstance(kind, eight_bits.Kind) else settings
+    attention = kind if isinstance(kind, Kind) else None  # that of 8-bit codes quantizes its inputs
+    rest = {} if isinstance(kind, Kind) else {"modules_to_not_convert": [".*self_attn"]}
+    quantized, dense = write(
+        tmp_path,
+        lambda name: attention if "self_attn" in name else kind,
+        {**settings_of(kind), **rest},
+        linears=WITH_ROUTERS,
+        **{**mixture, "num_experts": 8},
+    )
+    block = "mlp" if mixture is QWEN3_MOE else "block_sparse_moe"
+    router = f"model.layers.1.{block}.gate"
+    stored, decoded = (load_file(one / "model.safetensors") for one in (quantized, dense))
+    assert {name for name in stored if name.startswith(router)} != {f"{router}.weight"}
+    mlp = network(quantized).layers[1].mlp
+    assert isinstance(mlp, ExpertsLayer)
+    assert torch.equal(mlp.router.weight, decoded[f"{router}.weight"])  # type: ignore[arg-type]
+    llm = served(quantized)
+    assert tokens(llm) == tokens(served(dense))
+    assert set(llm.kernels) == set(kernel_axes(load_config(quantized), LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("listed", "message"),
+    [
+        ({"modules_to_not_convert": ["mlp.gate"]}, r"tensor 'model\.layers\.0\.mlp\.gate\.weight' is missing"),
+        ({}, r"tensor 'model\.layers\.0\.mlp\.gate\.scales' is missing"),
+    ],
+)
+def test_a_router_in_codes_that_the_config_lacks_or_that_lack_scales_is_refused(
+    listed: Mapping[str, Any], message: str, tmp_path: Path
+) -> None:
+    kind = Kind("awq", 4, 32)
+    fields = {**QWEN3_MOE, "num_experts": 8}
+    quantized, _ = write_models(tmp_path, kind, {**settings(kind), **listed}, linears=WITH_ROUTERS, **fields)
+    if not listed:
+        change(quantized, lambda tensors: tensors.__delitem__("model.layers.0.mlp.gate.scales"))
+    with pytest.raises(WeightError, match=message):
+        load(quantized, torch.float32)
+
+
+@pytest.mark.parametrize("kind", [GPTQ, BLOCKS], ids=str)
+def test_what_stands_beside_a_dense_router_is_unexpected(kind: Any, tmp_path: Path) -> None:
+    write: Any = write_models if kind is GPTQ else eight_bits.write_models
+    quantized, _ = write(tmp_path, kind, **QWEN3_MOE)
+    change(
+        quantized, lambda tensors: tensors.update({"model.layers.0.mlp.gate.e_score_correction_bias": torch.ones(4)})
+    )
+    with pytest.raises(WeightError, match=r"unexpected tensor 'model\.layers\.0\.mlp\.gate\.e_score_correction_bias'"):
+        load(quantized, torch.float32)
+
+
+def test_a_router_in_codes_is_rounded_once(tmp_path: Path) -> None:
+    """Its scales are no bfloat16."""
+    quantized, dense = write_models(tmp_path, GPTQ, linears=WITH_ROUTERS, **{**QWEN3_MOE, "num_experts": 8})
+    one, other = (load(directory, torch.bfloat16) for directory in (quantized, dense))
+    for mine, theirs in zip(one.layers, other.layers, strict=True):  # type: ignore[attr-defined]
+        assert torch.equal(mine.mlp.router.weight, theirs.mlp.router.weight)
 
 
 def modules_not_converted(*names: str) -> Mapping[str, Any]:
@@ -160,19 +240,33 @@ def test_what_differs_between_kinds_of_layers_is_mixed(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("down", "bits"),
-    [(None, 0), (Kind("gptq", 8, 32), 8)],
+    ("down", "stored"),
+    [(None, "dense"), (Kind("gptq", 8, 32), "codes of 8 bits in groups of 32")],
 )
-def test_downs_that_are_stored_unlike_gates_and_ups_are_refused(down: Kind | None, bits: int, tmp_path: Path) -> None:
-    rule = {r"-:.*down_proj": {}} if down is None else {r"+:.*down_proj": {"bits": bits}}
+def test_downs_that_are_stored_unlike_gates_and_ups_are_refused(down: Kind | None, stored: str, tmp_path: Path) -> None:
+    rule = {r"-:.*down_proj": {}} if down is None else {r"+:.*down_proj": {"bits": down.bits}}
     quantized, _ = write_models(
         tmp_path,
         lambda name: down if name.endswith("down_proj") else GPTQ,
         {**settings(GPTQ), "dynamic": rule},
         **QWEN3_MOE,
     )
-    with pytest.raises(ConfigError, match=rf"experts.0.gate_proj is stored in 4 bits and .*down_proj in {bits} "):
-        served(quantized)
+    message = (
+        rf"config\.json: .*\.0\.down_proj is stored as {stored}, but .*\.0\.gate_proj as codes of 4 bits in groups of "
+        "32; all experts of a layer must be stored in codes of one kind and size$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_config(quantized)
+
+
+def test_downs_may_have_wider_groups_than_gates_and_ups(tmp_path: Path) -> None:
+    quantized, dense = write_models(
+        tmp_path,
+        lambda name: Kind("gptq", 4, 64) if name.endswith("down_proj") else GPTQ,
+        {**settings(GPTQ), "dynamic": {r"+:.*down_proj": {"group_size": 64}}},
+        **QWEN3_MOE,
+    )
+    assert tokens(served(quantized)) == tokens(served(dense))
 
 
 def test_those_of_mixtral_are_w1_w3_and_w2(tmp_path: Path) -> None:
@@ -229,22 +323,49 @@ def test_experts_in_unlike_orders_are_refused(tmp_path: Path) -> None:
         order = tensors[f"{EXPERT}.up_proj.g_idx"]
         tensors[f"{EXPERT}.up_proj.g_idx"] = order.flip(0).contiguous()
 
-    with pytest.raises(WeightError, match=rf"{EXPERT}\.up_proj and its gate differ: they are permuted"):
+    message = rf"^{tmp_path}/quantized: {EXPERT}\.up_proj and its gate differ: they are permuted"
+    with pytest.raises(WeightError, match=message):
         load(change(quantized, shuffled), torch.float32)
+
+
+@pytest.mark.parametrize("kind", [GPTQ, BLOCKS], ids=str)
+def test_a_fault_in_an_expert_is_that_of_its_tensor_alone(kind: Any, tmp_path: Path) -> None:
+    part = "qweight" if kind is GPTQ else "weight_scale_inv"
+    write: Any = write_models if kind is GPTQ else eight_bits.write_models
+    quantized, _ = write(tmp_path, kind, **QWEN3_MOE)
+    change(quantized, lambda tensors: tensors.__delitem__(f"{EXPERT}.up_proj.{part}"))
+    with pytest.raises(WeightError, match=rf"^{quantized}: tensor '{EXPERT}\.up_proj\.{part}' is missing from "):
+        load(quantized, torch.float32)
+
+
+SCHEMES = {
+    Scheme(4, 32): "codes of 4 bits in groups of 32",
+    Scheme(3, permuted=True): "codes of 3 bits in one group, in the order of activations",
+    Scheme(4, 32, "e2m1"): "e2m1 codes of 4 bits in groups of 32",
+    Scheme(3, coding="lookup", sparse=True): "table codes of 3 bits in one group, with outliers",
+    ScaledScheme("int8"): "int8 with a scale for each output",
+    ScaledScheme("float8_e4m3fn", static=True): "float8_e4m3fn with a scale for each output and one of the inputs",
+    ScaledScheme("float8_e4m3fn", blocked=True): "float8_e4m3fn with a scale for each block of 128 x 128",
+}
+
+
+def test_a_scheme_is_described_by_all_that_it_has() -> None:
+    assert {str(scheme): scheme for scheme in SCHEMES} == {text: scheme for scheme, text in SCHEMES.items()}
 
 
 REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
     "an expert in 8 bits": (
         {**settings(GPTQ), "dynamic": {r"+:.*experts\.2\.": {"bits": 8}}},
-        r"layers\.0\.mlp\.experts\.2\.gate_proj is stored as .*bits=8.*but .*experts\.0\.gate_proj as .*bits=4",
+        r"layers\.0\.mlp\.experts\.2\.gate_proj is stored as codes of 8 bits in groups of 32, but "
+        r"model\.layers\.0\.mlp\.experts\.0\.gate_proj as codes of 4 bits in groups of 32; .* must be stored alike$",
     ),
     "an expert dense": (
         {**settings(GPTQ), "dynamic": {r"-:.*experts\.3\.down": {}}},
-        r"layers\.0\.mlp\.experts\.3\.down_proj is stored as dense, but .*experts\.0\.down_proj as .*bits=4",
+        r"layers\.0\.mlp\.experts\.3\.down_proj is stored as dense, but .*experts\.0\.down_proj as codes of 4 ",
     ),
     "gates dense": (
         {**settings(Kind("awq", 4, 32)), "modules_to_not_convert": ["gate"]},
-        r"experts\.0\.up_proj is stored as .*but .*experts\.0\.gate_proj as dense",
+        r"experts\.0\.up_proj is stored as codes of 4 bits in groups of 32, but .*experts\.0\.gate_proj as dense; all ",
     ),
     **{
         str(kind): (

@@ -164,11 +164,13 @@ def test_a_size_that_does_not_divide(write_checkpoint: WriteCheckpoint, shape: d
 
 
 def test_inputs_that_fill_no_words_of_squeezellm_are_refused_but_for_the_head() -> None:
-    quantization = SqueezeLLM(wbits=3)
+    def check(name: str, inputs: int) -> None:
+        Quantization(SqueezeLLM(wbits=3), (LinearShape((name,), (8,), inputs),))
+
     with pytest.raises(ConfigError, match=r"^a\.b: its 100 inputs are no multiple of 32, the codes of 3 bits"):
-        quantization.check("a.b", 8, 100)
-    quantization.check("a.b", 8, 96)
-    quantization.check("lm_head", 8, 100)
+        check("a.b", 100)
+    check("a.b", 96)
+    check("lm_head", 100)
 
 
 @pytest.mark.parametrize(
