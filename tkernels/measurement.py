@@ -160,7 +160,8 @@ def realistic_point(contract: Contract, held: Axes, device: torch.device) -> dic
         ContractError: What is held breaks a rule.
     """
     whole: dict[str, Value] = {}
-    for axes in (*reversed(contract.benchmarks.values()), {}):
+    points: list[Axes] = [{}, *contract.benchmarks.values()]
+    for axes in points[::-1]:
         try:
             point = complete_axes(contract, {**axes, **held})
         except ContractError as error:
