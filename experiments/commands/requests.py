@@ -284,7 +284,7 @@ class RepeatRequest:
 
 @dataclass(frozen=True)
 class MakeModelRequest:
-    """Train a small real model on Python's own sources (one to three minutes), or write random weights of a large one."""
+    """Train a small real model on Python's own sources (one to three minutes), or write large random weights."""
 
     directory: Annotated[Path, Argument(metavar="DIR", help="Where to write it; new or empty.")]
     preset: Annotated[
