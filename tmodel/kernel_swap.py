@@ -9,6 +9,8 @@ from typing import Any
 
 from tkernels import KernelSet, SelectionError, prepared
 from tkernels.launch import Kernel
+from tkernels.quantized.stacked import interleaved_experts
+from tkernels.quantized.weight import interleaved
 from tkernels.variant import Variant, as_it_is
 from tmodel.config import Model
 from tmodel.layers import ExpertsMLP, Linear, ScaledMatmul
@@ -104,10 +106,19 @@ def _prepare_again(old: Variant, new: Variant, weight: Any) -> Any:
     """The weight that `old` reads, in the layout that `new` reads."""
     if new.prepare is old.prepare:
         return weight
-    if old.prepare is not as_it_is:
+    if _is_another_layout(old, weight):
         raise SelectionError(
             f"kernels.{new.contract.name}: variant {new.name!r} reads its weights in another layout than {old.name!r}, "
             f"which runs, and the loaded one is gone: swap to a variant of the same layout, or start with {new.name!r}"
         )
     made, _ = prepared(new, weight)
     return made
+
+
+def _is_another_layout(old: Variant, weight: Any) -> bool:
+    """Whether `old` keeps the weight in another layout than checkpoints do. Codes say so by their order; dense weights
+    and e4m3 codes have none, and were never changed for it.
+    """
+    if old.prepare in (interleaved, interleaved_experts):
+        return getattr(weight, "order", "sequential") != "sequential"
+    return old.prepare is not as_it_is

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tkernels import OPS
+from tkernels.variant import Variant
+from tkernels.verification.check import drawn_results
 
 DOUBLED = """
 import torch
@@ -70,3 +72,11 @@ def write_copy(folder: Path, original: str, name: str, *changes: tuple[str, str]
     (folder / op).mkdir(parents=True, exist_ok=True)
     (folder / op / f"{name}.py").write_text(source.replace(f"{op}_{variant}", f"{op}_{name}"))
     return folder
+
+
+def computes_wrong(variant: Variant) -> bool:
+    """Whether a drawn case shows a wrong value, or an address outside of what a call has. Other errors count as none: a
+    change by which a kernel no longer runs would be found by anyone.
+    """
+    results = drawn_results(variant, 20)
+    return any(one.status == "wrong" or str(one.reason).startswith("AddressError") for one in results)

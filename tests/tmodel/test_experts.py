@@ -262,7 +262,9 @@ class Product:
 
 
 def test_what_was_recorded_with_one_routing_is_replayed_with_another() -> None:
-    """On a simulated device, which refuses a capture in which the host waits for a value or asks for one."""
+    """On a simulated device, which refuses a capture in which the host waits for a value or asks for one. It computes
+    with torch; that launchers read no value shows where they are compiled, from tensors without any.
+    """
     shape = Experts(16, 8, num_experts=6, top_k=2, normalize=True, rounded=True)
     generator = torch.Generator().manual_seed(0)
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 
 import tkernels
+from tests.tmodel.conftest import WriteCheckpoint
 from tests.tmodel.formats import by_hand, eight_bits, models
-from tests.tmodel.mixtures import MIXTURE
+from tests.tmodel.mixtures import MIXTURE, SMALL, mixture_tensors
 from tests.tmodel.packed import Driver, in_one_go, load
 from tkernels import KernelSet, SelectionError
 from tkernels.quantized.stacked import StackedWeight
 from tkernels.quantized.weight import QuantizedWeight
 from tkernels.selection import Choices
-from tmodel import Batch, Limits, kernel_axes, load_config, with_kernels
+from tmodel import Batch, Limits, Model, kernel_axes, load_config, with_kernels
 from tmodel.decoders.experts import ExpertsLayer
 from tmodel.decoders.pre_norm import PreNormModel
 from tmodel.layers import ExpertsMLP, PagedAttention
@@ -86,6 +87,27 @@ def test_quantized_experts_are_prepared_for_the_kernel_that_reads_them(choices: 
     torch.testing.assert_close(logits(swapped), logits(plain), rtol=1e-4, atol=1e-3)
     with pytest.raises(SelectionError, match="kernels.moe_mlp: variant 'torch' reads its weights in another layout"):
         with_kernels(swapped, select(directory, {"moe_mlp": "torch"}))
+
+
+@pytest.mark.parametrize("kind", ["dense", "e4m3"])
+def test_experts_without_codes_in_words_are_swapped_back_and_forth(
+    kind: str, write_checkpoint: WriteCheckpoint, tmp_path: Path
+) -> None:
+    """Their layout is what checkpoints have, whichever variant ran before."""
+    if kind == "dense":
+        directory = write_checkpoint(mixture_tensors({**SMALL, **MIXTURE}), **MIXTURE)
+    else:
+        fields = {**MIXTURE, "num_hidden_layers": 1, "moe_intermediate_size": 128, "hidden_size": 128}
+        directory, _ = eight_bits.write_models(tmp_path, eight_bits.Kind("fp8", "float", "block"), **fields)
+    plain = loaded(directory, {"moe_mlp": "torch"})
+    tiles = {"dense": "padded_tiles", "e4m3": "fp8_padded_tiles"}[kind]
+    swapped: Model = plain
+    for name in ("auto", tiles, "auto", "composed", "torch"):
+        swapped = with_kernels(swapped, select(directory, {"moe_mlp": name}))
+        assert isinstance(swapped, PreNormModel)
+        assert experts(swapped).moe_mlp.variant.name == name
+        assert experts(swapped).gate_up is experts(plain).gate_up
+        torch.testing.assert_close(logits(swapped), logits(plain), rtol=1e-4, atol=1e-3)
 
 
 def test_kernels_of_inputs_and_of_codes_are_both_new(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from tkernels.quantized import scaled_weight
 from tkernels.quantized.codes import Order, codes_per_word, low_bits, reordered
 from tkernels.quantized.slicing import zeros_of
-from tkernels.quantized.stacked_scaled import StackedScaledWeight
+from tkernels.quantized.stacked_scaled import StackedScaledWeight, check_count
 from tkernels.quantized.weight import Coding, QuantizedWeight, dequantize
 
 _PARTS = ("packed", "high", "scales", "zeros", "permutation")
@@ -143,11 +143,14 @@ def stack(weights: Iterable[QuantizedWeight], num_experts: int) -> StackedWeight
         num_experts: E.
 
     Raises:
-        ValueError: An expert that is quantized unlike the first, or in a way that is not stacked: which, and what.
+        ValueError: More weights or fewer than experts; or an expert that is quantized unlike the first, or in a way
+            that is not stacked: which, and what.
     """
     like: QuantizedWeight | None = None  # the first in all but its contents
     parts: dict[str, torch.Tensor] = {}
+    number = -1
     for number, weight in enumerate(weights):
+        check_count(number + 1, num_experts, has_ended=False)
         like = _without_contents(weight) if like is None else like
         if reason := _unlike(like, weight):
             raise ValueError(f"expert {number} cannot stand beside expert 0: {reason}")
@@ -160,6 +163,7 @@ def stack(weights: Iterable[QuantizedWeight], num_experts: int) -> StackedWeight
             if name in parts:
                 parts[name][number] = _implied(name, weight) if part is None else part
         del weight, part
+    check_count(number + 1, num_experts, has_ended=True)
     assert like is not None, "there are experts"
     alike: dict[str, Any] = {name: getattr(like, name) for name in ("bits", "group_size", "order", "inputs", "e2m1")}
     made: dict[str, Any] = {name: parts.get(name) for name in _PARTS}

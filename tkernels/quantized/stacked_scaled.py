@@ -93,10 +93,13 @@ def stack_scaled(weights: Iterable[ScaledWeight], num_experts: int) -> StackedSc
         num_experts: E.
 
     Raises:
-        ValueError: An expert of another shape than the first, or whose scales are not of blocks: which, and what.
+        ValueError: More weights or fewer than experts; or an expert of another shape than the first, or whose scales
+            are not of blocks: which, and what.
     """
     values = scales = None
+    number = -1
     for number, weight in enumerate(weights):
+        check_count(number + 1, num_experts, has_ended=False)
         if not weight.is_blocked:
             raise ValueError(f"expert {number}: its scales are not of blocks of {BLOCK} x {BLOCK}, and are not stacked")
         if values is None or scales is None:
@@ -108,6 +111,13 @@ def stack_scaled(weights: Iterable[ScaledWeight], num_experts: int) -> StackedSc
             )
         values[number], scales[number] = weight.values, weight.scales
         del weight
+    check_count(number + 1, num_experts, has_ended=True)
     assert values is not None, "there are experts"
     assert scales is not None, "there are experts"
     return StackedScaledWeight(values, scales)
+
+
+def check_count(given: int, num_experts: int, has_ended: bool) -> None:
+    """Raises ValueError where more weights are given than there are experts, or fewer when the last was, or none."""
+    if given > num_experts or (has_ended and given < max(1, num_experts)):
+        raise ValueError(f"weights of {given} experts{'' if has_ended else ' or more'} are given for {num_experts}")

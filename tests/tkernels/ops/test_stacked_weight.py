@@ -66,6 +66,13 @@ def test_experts_that_are_quantized_unlike_are_refused(other: QuantizedWeight, r
         stack([drawn(0), other], 2)
 
 
+@pytest.mark.parametrize(("given", "needed"), [(0, 0), (1, 2), (3, 2), (0, 2)])
+def test_more_weights_or_fewer_than_experts_are_refused(given: int, needed: int) -> None:
+    said = rf"weights of {given} experts( or more)? are given for {needed}"
+    with pytest.raises(ValueError, match=said):
+        stack([drawn(seed) for seed in range(given)], needed)
+
+
 def test_parts_of_unlike_numbers_of_experts_are_refused() -> None:
     stacked = stack([drawn(0), drawn(1)], 2)
     with pytest.raises(ValueError, match=r"scales has shape \[1, 2, 16\]; one part for each of 2 experts is needed"):

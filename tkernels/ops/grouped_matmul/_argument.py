@@ -149,7 +149,8 @@ class ExpertWeights:
             axes[f"{name}_aligned"] = all(is_aligned(part) for _, part in value.parts())
         else:
             raise ContractError(
-                f"{op}: argument {name!r} must be a tensor [{self.dims}] or a StackedWeight, got {type(value).__name__}"
+                f"{op}: argument {name!r} must be a tensor [{self.dims}], a StackedWeight or a StackedScaledWeight, "
+                f"got {type(value).__name__}"
             )
         for axis, bound in coding_of(value, self.prefix).items():
             bind_axis(op, name, axis, bound, axes)
