@@ -154,14 +154,16 @@ def region_points(contract: Contract, variants: Iterable[Variant]) -> dict[str, 
 
 def realistic_point(contract: Contract, held: Axes, device: torch.device) -> dict[str, Value]:
     """Every axis of a call of which some are held: the others are those of the last realistic point that goes with
-    these, on a CPU cut down to what it can check; where none does, as an op is mostly called.
+    these, of those that have most of the held dtypes, codings and options; on a CPU cut down to what it can check.
+    Where none goes with them: as an op is mostly called.
 
     Raises:
         ContractError: What is held breaks a rule.
     """
     whole: dict[str, Value] = {}
-    points: list[Axes] = [{}, *contract.benchmarks.values()]
-    for axes in points[::-1]:
+    kinds = {name: value for name, value in held.items() if not isinstance(contract.axis_by_name[name], Int)}
+    points: list[Axes] = [*[*contract.benchmarks.values()][::-1], {}]
+    for axes in sorted(points, key=lambda axes: len(kinds.items() - axes.items())):
         try:
             point = complete_axes(contract, {**axes, **held})
         except ContractError as error:

@@ -130,6 +130,10 @@ def test_axes_that_are_left_open_are_those_of_the_typical_point(op: str) -> None
 
 def test_a_point_that_does_not_go_with_what_is_held_gives_way_to_an_earlier_one() -> None:
     contract = OPS["moe_mlp"].contract
+    published = realistic_point(contract, {"T": 4, "coding": "e2m1"}, torch.device("cuda"))
+    assert (published["H"], published["gate_up_group_size"], published["limit"]) == (2880, 32, 7)
+    narrow = realistic_point(OPS["paged_decode"].contract, {"kv": "float8_e4m3fn"}, torch.device("cuda"))
+    assert narrow["k_scale"]
     coded = realistic_point(contract, {"T": 4, "bits": 4}, torch.device("cuda"))
     assert (coded["T"], coded["bits"], coded["H"], coded["gate_up_group_size"]) == (4, 4, 2048, 128)
     odd = realistic_point(contract, {"bits": 3, "H": 64, "I": 64}, torch.device("cuda"))
