@@ -283,6 +283,14 @@ def test_the_page_names_each_architecture_once_with_its_presets() -> None:
     assert sorted(named) == sorted(there_is)
 
 
+def test_the_table_of_parity_has_each_architecture_and_each_trained_preset() -> None:
+    row = re.compile(r"\| `(\w+)` \| (.+?), [\d,]+ rows \|")
+    shown = sorted(row.findall(PAGES["how-we-know.md"].read_text()))
+    random = [(architecture, "6 random shapes") for architecture in known_architectures()]
+    trained = [(*recipe.config["architectures"], preset) for preset, recipe in PRESETS.items()]
+    assert shown == sorted([*random, *trained])
+
+
 def type_in(folder: Path, script: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     done = subprocess.run(

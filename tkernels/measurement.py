@@ -152,6 +152,32 @@ def region_points(contract: Contract, variants: Iterable[Variant]) -> dict[str, 
     return found
 
 
+def realistic_point(contract: Contract, held: Axes, device: torch.device) -> dict[str, Value]:
+    """Every axis of a call of which some are held: the others are those of the last realistic point that goes with
+    these, of those that have most of the held dtypes, codings and options; on a CPU cut down to what it can check.
+    Where none goes with them: as an op is mostly called.
+
+    Raises:
+        ContractError: What is held breaks a rule.
+    """
+    whole: dict[str, Value] = {}
+    kinds = {name: value for name, value in held.items() if not isinstance(contract.axis_by_name[name], Int)}
+    points: list[Axes] = [*[*contract.benchmarks.values()][::-1], {}]
+    for axes in sorted(points, key=lambda axes: len(kinds.items() - axes.items())):
+        try:
+            point = complete_axes(contract, {**axes, **held})
+        except ContractError as error:
+            problem = error
+            continue
+        cut = _cpu_point(contract, point, held)[1] if device.type == "cpu" else point
+        if cut is not None:
+            return cut
+        whole = whole or point
+    if not whole:
+        raise problem
+    return whole
+
+
 def _cpu_point(contract: Contract, axes: Axes, kept: Container[str] = ()) -> tuple[int, dict[str, Value] | None]:
     """(the largest size whose inputs stay within CPU_BYTES, the point cut to it, but for the axes that are kept; None
     where that breaks a rule).

@@ -31,7 +31,7 @@ more matrices. At a router_aux_loss_coef of 0.01 its second layer's load had 0.8
 
 
 def make_model(preset: str, directory: str | Path, *, seed: int = 0) -> TrainingReport:
-    """Train `preset` and save it as `directory`, which must not exist yet (or be empty); training takes about a minute.
+    """Train `preset` and save it as `directory`, which must not exist yet (or be empty), in one to three minutes.
 
     The directory appears whole or not at all. A training that was cut off goes on where it stopped. Raises
     ValueError for an unknown preset, FileExistsError for a directory in use, TrainingError where the result does not

@@ -231,6 +231,16 @@ def _kind_of_codes(scheme: Scheme | ScaledScheme | None) -> Any:
     return (scheme.bits, scheme.coding) if isinstance(scheme, Scheme) else scheme
 
 
+def count_weight_bytes(shape: LinearShape, quantization: Quantization | None, element_bytes: int) -> int:
+    """The bytes of the weights of `shape` in memory, biases aside; dense ones have elements of `element_bytes`."""
+    stored = [None] * len(shape.names) if quantization is None else quantization.schemes(shape)
+    each = sum(
+        element_bytes * outputs * shape.inputs if scheme is None else scheme.weight_bytes(outputs, shape.inputs)
+        for scheme, outputs in zip(stored, shape.outputs, strict=True)
+    )
+    return each * (shape.num_experts if shape.stacked else 1)
+
+
 def _added_bytes(scheme: Scheme | ScaledScheme | None, outputs: int, inputs: int) -> int:
     if isinstance(scheme, ScaledScheme):
         return 4 * scheme.num_scales(outputs, inputs)

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_point
+from experiments.commands.choices import choose_variants, describe_open_axes, only_contract, open_registry, parse_point
 from experiments.commands.output import end_interrupted, end_with, print_json, progress_bar
 from experiments.commands.requests import BenchRequest
 from experiments.exits import check_name
@@ -31,7 +31,7 @@ def run(request: BenchRequest) -> int:
     points = {op: benchmark_points(own[0].contract, device, own) for op, own in of_ops.items()}
     work = [(variant, *point) for variant in variants for point in points[variant.contract.name].items()]
     if request.axes is not None:
-        axes = parse_point(only_contract(variants, "--axes"), request.axes, "--axes")
+        axes = parse_point(only_contract(variants, "--axes"), request.axes, "--axes", device)
         work = [(variant, request.axes, axes) for variant in variants]
     rows, is_interrupted = [], False
     with progress_bar("bench", len(work)) as update:
@@ -47,6 +47,8 @@ def run(request: BenchRequest) -> int:
         print_json([{"device": device_facts(device).name, **row.as_dict()} for row in rows])
     else:
         _print(Console(), rows, device, method)
+        if request.axes is not None and rows:
+            Console().print(Text(describe_open_axes(request.axes, rows[0].axes)))
     if is_interrupted:
         left = [f"{one.contract.name}.{one.name} at {point}" for one, point, _ in work[len(rows) :]]
         return end_interrupted(len(work), "timings", left)

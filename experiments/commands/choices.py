@@ -11,14 +11,16 @@ import torch
 import tkernels
 from experiments.document import ExperimentError
 from experiments.peers import KERNELS
+from experiments.reporting.table_style import format_value
 from tkernels import Config, ContractError, Registry, UnknownNameError, VariantError
 from tkernels.contract import Axes, Contract, Int, Value
-from tkernels.measurement import complete_axes
+from tkernels.measurement import realistic_point
 from tkernels.outside import broken_files
 from tkernels.silence import silenced
 from tkernels.variant import Op, Variant
 from tsched.torch_free import suggest_name
 
+CUDA = torch.device("cuda")
 _WHOLE_NUMBER = re.compile("-?[0-9]+")
 
 
@@ -111,16 +113,21 @@ def parse_axes(contract: Contract, text: str, option: str = "--axes") -> dict[st
     return axes
 
 
-def parse_point(contract: Contract, text: str, option: str) -> dict[str, Value]:
-    """All axes of a point of which `text` names some: the others are a realistic point's, the first that fits."""
-    held = parse_axes(contract, text, option)
-    problem = ""
-    for base in (*contract.benchmarks.values(), {}):
-        try:
-            return complete_axes(contract, {**base, **held})
-        except ContractError as error:
-            problem = str(error)
-    raise ExperimentError([f"{option}: {problem}"])
+def parse_point(contract: Contract, text: str, option: str, device: torch.device = CUDA) -> dict[str, Value]:
+    """All axes of a point of which `text` names some: the others are a realistic point's, cut down where the device is
+    a CPU.
+    """
+    try:
+        return realistic_point(contract, parse_axes(contract, text, option), device)
+    except ContractError as error:
+        raise ExperimentError([f"{option}: {error}"]) from None
+
+
+def describe_open_axes(text: str, axes: Axes) -> str:
+    """What of a point `text` did not name, for people to read beneath its figures; "" where it named every axis."""
+    named = {name for name, _ in _pairs("--axes", text)}
+    filled = [f"{name}={format_value(value)}" for name, value in axes.items() if name not in named]
+    return f"The other axes are {', '.join(filled)}." if filled else ""
 
 
 def parse_config(variant: Variant, text: str) -> Config:

@@ -47,7 +47,8 @@ def run(request: EvalRequest) -> int:
         raise ExperimentError([f"--model {request.model}: {message}"])
     if request.as_json:
         names = {"model": request.model, "reference": request.reference}
-        print_json({**names, "perplexity": found.perplexity, **asdict(found)})
+        perplexities = {"perplexity": found.perplexity, "reference_perplexity": found.reference_perplexity}
+        print_json({**names, **perplexities, **asdict(found)})
     else:
         _print(Console(), request, found)
     return 0
@@ -71,10 +72,12 @@ def _cut_windows(request: EvalRequest, text: str, plan: ModelPlan, reference: Mo
 
 
 def _print(console: Console, request: EvalRequest, found: Evaluation) -> None:
-    figures = {"perplexity": f"{found.perplexity:.4f}", "nats/token": f"{found.nats:.5f}"}
-    caption = f"Of {found.num_tokens:,} tokens, in windows of {found.window} that are each read alone."
-    if found.kl is not None:
-        figures |= {"KL, nats": f"{found.kl:.5f}", "top-1 agrees": f"{found.top1_agreement:.2%}"}
+    names = ["perplexity", "nats/token"]
+    rows = [[request.model, f"{found.perplexity:.4f}", f"{found.nats:.5f}"]]
+    caption = f"Of {found.num_tokens:,} tokens, in windows of {found.window:,} that are each read alone."
+    if request.reference is not None:
+        names += ["KL, nats", "top-1 agrees"]
+        rows[0] += [f"{found.kl:.5f}", f"{found.top1_agreement:.2%}"]
+        rows += [[request.reference, f"{found.reference_perplexity:.4f}", f"{found.reference_nats:.5f}", "-", "-"]]
         caption += f" KL, agreement: with {request.reference}."
-    row, names = (request.model, *figures.values()), list(figures)
-    console.print(make_table(str(request.text), ["model", *names], [row], right=names, caption=caption))
+    console.print(make_table(str(request.text), ["model", *names], rows, right=names, caption=caption))

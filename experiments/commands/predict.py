@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from experiments.commands.choices import choose_variants, only_contract, open_registry, parse_axes
+from experiments.commands.choices import choose_variants, describe_open_axes, only_contract, open_registry, parse_point
 from experiments.commands.output import end_with, name_some, print_json, progress_bar
 from experiments.commands.requests import InspectRequest
 from experiments.document import ExperimentError
@@ -21,8 +21,7 @@ from experiments.reporting.table_style import Column, PlainTable, build_table, n
 from experiments.runs.reading import read_run
 from experiments.stages.foretold import kept_rows, own_table
 from tkernels import OPS, Registry
-from tkernels.contract import Axes, ContractError
-from tkernels.measurement import complete_axes
+from tkernels.contract import Axes
 from tkernels.prediction import kept
 from tkernels.prediction.compiled import compile_facts, list_missing, of_todays_code
 from tkernels.prediction.gpus import Gpu, UnknownGpuError, find_gpu
@@ -58,14 +57,8 @@ def run(request: InspectRequest) -> int:
 
 
 def _points_at(variants: Sequence[Variant], text: str) -> list[tuple[Variant, str, Axes]]:
-    """One point: the axes that are held, over the op's last benchmark point where they go with it."""
-    contract = only_contract(variants, "--axes")
-    held = parse_axes(contract, text)
-    usual: Axes = [{}, *contract.benchmarks.values()][-1]
-    try:
-        axes = complete_axes(contract, {**usual, **held})
-    except ContractError:
-        axes = complete_axes(contract, held)
+    """One point: the axes that are named, with a realistic point's."""
+    axes = parse_point(only_contract(variants, "--axes"), text, "--axes")
     return [(one, "axes", axes) for one in variants if one.launch is not None or one.parts]
 
 
@@ -135,6 +128,8 @@ def _show(request: InspectRequest, ops: Registry, rows: Sequence[PredictedRow]) 
     console = Console()
     for gpu in dict.fromkeys(row.gpu for row in rows):
         console.print(_predicted_table(gpu, [row for row in rows if row.gpu == gpu]).as_rich())
+    if request.axes is not None:
+        console.print(Text(describe_open_axes(request.axes, rows[0].axes)))
     if found:
         console.print(_residual_table(found).as_rich())
     if compared is not None:

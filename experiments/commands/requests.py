@@ -108,7 +108,7 @@ class BenchRequest:
     op: Op = None
     variant: Annotated[str | None, Option(help="Only variants (and peers) of this name.")] = None
     axes: Annotated[
-        str | None, Option(metavar="a=b,c=d", help="One point, over the op's own; without it, each of those.")
+        str | None, Option(metavar="a=b,c=d", help="Axes to hold, over a realistic point's; without it, all of those.")
     ] = None
     launch: Annotated[str, Option(metavar="eager|graph", help="On CUDA: launched each time, or replayed.")] = "eager"
     l2: Annotated[str, Option("--l2", metavar="cold|warm", help="On CUDA: the L2 cache before a sample.")] = "cold"
@@ -179,9 +179,7 @@ class InspectRequest:
     op: Op = None
     variant: VariantName = None
     arch: Annotated[str | None, Option(metavar="sm_90,...", help="Only these architectures.")] = None
-    axes: Annotated[str | None, Option(metavar="a=b,c=d", help="Axes to hold, over the op's last benchmark point.")] = (
-        None
-    )
+    axes: Annotated[str | None, Option(metavar="a=b,c=d", help="Axes to hold, over a realistic point's.")] = None
     dump: Annotated[
         str | None, Option(metavar="ptx|sass", help="Print the kernels' code instead (amdgcn for gfx942).")
     ] = None
@@ -286,7 +284,7 @@ class RepeatRequest:
 
 @dataclass(frozen=True)
 class MakeModelRequest:
-    """Train a small real model on Python's own sources (about a minute), or write random weights of a large one."""
+    """Train a small real model on Python's own sources (one to three minutes), or write large random weights."""
 
     directory: Annotated[Path, Argument(metavar="DIR", help="Where to write it; new or empty.")]
     preset: Annotated[

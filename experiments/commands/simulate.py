@@ -18,7 +18,7 @@ from experiments.reporting.table_style import make_table
 from experiments.simulation.arms import UNBOUNDED, Arm, Setup, make_scheduler, simulate
 from experiments.simulation.hardware import find_gpu
 from experiments.simulation.metrics import sparkline
-from experiments.simulation.shapes import find_shape
+from experiments.simulation.shapes import ModelShape, find_shape
 from experiments.simulation.traces import Trace, bound_hit_rate, limit_requests, measure_extent, open_trace, speed_up
 from tsched.options import OPTIONS, EngineOptions
 from tsched.torch_free import suggest_name
@@ -135,13 +135,13 @@ def _print(console: Console, rows: Sequence[Row], setup: Setup) -> None:
     if len(pools) > len({page for page, _ in pools}):
         console.print(Text("Hit rate by pool size", "bold"))
         console.print(_tabulate_hit_rates(pools))
-    console.print(Text(_LEGEND, "dim"))
+    console.print(Text(f"{_LEGEND} {_describe_weights(setup.model)}", "dim"))
     if unread := setup.model.unread_bytes(setup.max_model_len):
         some = f"{len(setup.model.layer_windows)} of {setup.model.num_layers} layers"
         lost = f"a sequence of {setup.max_model_len:,} tokens keeps {unread / 1e9:,.4g} GB in them that nobody reads"
         words = f"Blocks hold all layers' keys and values. {some} have a window: {lost}."
         console.print(Text(words, "yellow"))
-    if setup.model.expert_weights:
+    if setup.model.expert_bytes:
         traffic = rows[0]["weight_traffic"]
         words = (
             f"A step that verifies {'/'.join(traffic)} tokens of one sequence reads "
@@ -152,6 +152,12 @@ def _print(console: Console, rows: Sequence[Row], setup: Setup) -> None:
     if refused := max(row["refused"] for row in rows):
         words = f"Refused, because they could never fit the pool or the longest sequence: up to {refused:,} requests."
         console.print(Text(words, "yellow"))
+
+
+def _describe_weights(model: ModelShape) -> str:
+    """How much memory they are counted as, and in what."""
+    kinds = "bfloat16" if model.quantization is None else f"{model.quantization} where quantized, else bfloat16"
+    return f"Weights: {model.weight_bytes / 1e9:,.3g} GB, {kinds}."
 
 
 def _tabulate_pool(rows: Sequence[Row]) -> Table:

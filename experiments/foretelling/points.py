@@ -29,6 +29,7 @@ class PredictedRow:
     op: str
     variant: str
     point: str
+    axes: Axes
     gpu: str
     is_mark: bool
     foretold: Foretold
@@ -36,7 +37,8 @@ class PredictedRow:
     def as_json(self) -> dict[str, Any]:
         found = self.foretold
         return {
-            "op": self.op, "variant": self.variant, "point": self.point, "gpu": self.gpu, "model_version": VERSION,
+            "op": self.op, "variant": self.variant, "point": self.point, "axes": dict(self.axes), "gpu": self.gpu,
+            "model_version": VERSION,
             "predicted_us": found.us, "predicted_limit_us": found.limit_us, "predicted_bound": found.bound,
             "predicted_from": dict(found.compiled_for) if found.compiled_for else None,
             "predicted_reason": found.reason,
@@ -79,9 +81,8 @@ def predict(
         place = (variant.contract.name, point)
         if place not in cases:
             cases[place] = case_without_values(variant.contract, axes)
-        yield PredictedRow(
-            *place[:1], variant.name, point, gpu.name, place in marked, _say(variant, cases[place], gpu, rows)
-        )
+        said = _say(variant, cases[place], gpu, rows)
+        yield PredictedRow(variant.contract.name, variant.name, point, axes, gpu.name, place in marked, said)
         on_done(f"{place[0]}.{variant.name}")
 
 

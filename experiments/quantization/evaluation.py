@@ -35,20 +35,25 @@ _TOKENS_AT_ONCE = 2048
 class Evaluation:
     """Over `num_tokens` predicted tokens, in windows of `window`.
 
-    nats: the mean negative log-likelihood. kl: the mean Kullback-Leibler divergence of the model's distribution from
-    the reference's, in nats. top1_agreement: the share of tokens for which both have the same most likely token. Both
-    None without a reference.
+    nats: the mean negative log-likelihood. reference_nats: the reference's. kl: the mean Kullback-Leibler divergence of
+    the model's distribution from the reference's, in nats. top1_agreement: the share of tokens for which both have the
+    same most likely token. The last three are None without a reference.
     """
 
     nats: float
     num_tokens: int
     window: int
+    reference_nats: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
 
     @property
     def perplexity(self) -> float:
         return math.exp(self.nats)
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        return None if self.reference_nats is None else math.exp(self.reference_nats)
 
 
 class WindowReader:
@@ -110,7 +115,7 @@ def evaluate(
     advance: Callable[[int], None] = lambda count: None,
 ) -> Evaluation:
     """Of windows [n, S + 1], n at least 1, both readers made for S; `advance` hears of each few windows read."""
-    nats = divergence = 0.0
+    nats = reference_nats = divergence = 0.0
     agreed = 0
     for part in windows.split(reader.at_once):
         targets = part[:, 1:].flatten().to(reader.device)  # [part * S]
@@ -118,10 +123,12 @@ def evaluate(
         nats += float(F.nll_loss(mine, targets, reduction="none").double().sum())
         if reference is not None:
             theirs = reference.log_probabilities(part[:, :-1]).to(mine.device)
+            reference_nats += float(F.nll_loss(theirs, targets, reduction="none").double().sum())
             divergence += float(F.kl_div(mine, theirs, reduction="none", log_target=True).sum(1).double().sum())
             agreed += int((mine.argmax(1) == theirs.argmax(1)).sum())
         advance(len(part))
-    count = windows.shape[0] * (windows.shape[1] - 1)
+    window = windows.shape[1] - 1
+    count = windows.shape[0] * window
     if reference is None:
-        return Evaluation(nats / count, count, windows.shape[1] - 1)
-    return Evaluation(nats / count, count, windows.shape[1] - 1, divergence / count, agreed / count)
+        return Evaluation(nats / count, count, window)
+    return Evaluation(nats / count, count, window, reference_nats / count, divergence / count, agreed / count)

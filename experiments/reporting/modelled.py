@@ -81,8 +81,9 @@ def modelled_kernels_table(rows: Sequence[Row]) -> PlainTable:
     }
     caption = (
         "By a model, from what each kernel compiles to: no figure here was measured. Shapes are of full sizes, where "
-        "the experiment has them. at least: what the data sheet's peaks allow; bound by: memory, the second-level "
-        "cache, issue of instructions, special functions, matrix units, or the chain of what one program does."
+        "the experiment has them, configs the variants' defaults where it pins none: a tuned one may be faster. at "
+        "least: what the data sheet's peaks allow; bound by: memory, the second-level cache, issue of instructions, "
+        "special functions, matrix units, or the chain of what one program does."
     )
     if reasons := dict.fromkeys(
         f"{row.op}.{row.variant}: {row.predicted_reason}" for row in rows if row.predicted_reason

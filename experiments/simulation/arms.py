@@ -140,7 +140,8 @@ def simulate(arm: Arm, setup: Setup, on_progress: Callable[[int], None] = lambda
 
 
 def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict[str, Any]:
-    """Times in seconds. hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
+    """Times in seconds. quantization: the method of the layers that are; the other weights are bfloat16.
+    hit_rate: prompt blocks found over all prompt blocks, ceil(prompt / page_size) each.
     hit_rate_bound: what no cache can exceed on this trace; where the pool is unbounded, else null. unread_bytes: of the
     longest sequence's, those that layers with a window keep for others without. weight_traffic: tokens of one sequence
     that a step verifies -> how many times the weights it reads that a step of one token reads.
@@ -150,6 +151,8 @@ def _row(arm: Arm, setup: Setup, scheduler: Scheduler, metrics: Metrics) -> dict
         "trace": setup.trace.name,
         "gpu": setup.gpu.name,
         "model": setup.model.name,
+        "weight_bytes": setup.model.weight_bytes,
+        "quantization": setup.model.quantization,
         "prefix_cache": arm.policy,
         "order": options.order,
         "preemption": options.preemption,

@@ -14,8 +14,9 @@ from tsched.torch_free import suggest_name
 
 if TYPE_CHECKING:  # it loads torch
     from tmodel import ModelConfig
+    from tmodel.quantization import LinearShape
 
-ELEMENT_BYTES = 2  # bfloat16: weights, keys, values and products
+ELEMENT_BYTES = 2  # bfloat16: weights that are not quantized, keys, values and products
 
 
 @dataclass(frozen=True)
@@ -26,44 +27,50 @@ class ModelShape:
         name: As it was asked for.
         num_layers: Decoder layers.
         query_width: Of all query heads of a layer, Hq D.
-        layer_weights: Elements of all layers' matrices.
+        active_weights: Elements of the layers' matrices that a token is multiplied with, of experts the chosen ones'.
+        layer_bytes: Of all layers' matrices as they are stored, and of experts' biases.
         head_weights: Elements of the last projection.
+        head_bytes: Of these, as they are stored.
         weight_bytes: Of all weights in memory.
+        quantization: The method of the layers that are quantized; None where all weights are bfloat16.
         kv_bytes_per_token: Of what a token leaves in the cache, all layers together.
         state_bytes: Of a sequence's state, where layers keep one.
         state_interval: Blocks between two states of a sequence that are kept for later prefixes.
         window: Tokens before which a sequence's blocks are given back; None where they are kept to its end.
         layer_windows: Of each layer that has one, though others have none: the keys that a query sees.
-        expert_weights: Elements of all experts' matrices, which are among the layers'.
+        expert_bytes: Of all experts' matrices and biases, which are among the layers'.
         chosen: The share of a layer's experts that a token is given, K / E.
     """
 
     name: str
     num_layers: int
     query_width: int
-    layer_weights: int
+    active_weights: int
+    layer_bytes: int
     head_weights: int
+    head_bytes: int
     weight_bytes: int
     kv_bytes_per_token: int
     state_bytes: int = 0
     state_interval: int = 1
     window: int | None = None
     layer_windows: tuple[int, ...] = ()
-    expert_weights: int = 0
+    expert_bytes: int = 0
     chosen: float = 1.0
+    quantization: str | None = None
 
-    def read_weights(self, num_tokens: int) -> float:
-        """Elements of the layers' matrices that a step of so many tokens is multiplied with: of experts as many as are
-        distinct on average, where tokens choose evenly and independently.
+    def read_bytes(self, num_tokens: int) -> float:
+        """Of the layers' weights that a step of so many tokens reads: of experts as many as are distinct on average,
+        where tokens choose evenly and independently.
         """
         distinct = 1 - (1 - self.chosen) ** num_tokens
-        return self.layer_weights - self.expert_weights + self.expert_weights * distinct
+        return self.layer_bytes - self.expert_bytes + self.expert_bytes * distinct
 
     def weight_traffic(self, num_tokens: int) -> float:
         """How many times the weights of a step of one token a step reads that verifies so many of one sequence. All of
         them are sampled, so the last projection is read too.
         """
-        one, several = (self.read_weights(tokens) + self.head_weights for tokens in (1, num_tokens))
+        one, several = (self.read_bytes(tokens) + self.head_bytes for tokens in (1, num_tokens))
         return several / one
 
     def unread_bytes(self, num_tokens: int) -> int:
@@ -99,27 +106,51 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
 
     from tmodel import bytes_per_state, cache_window, kv_bytes_per_block, state_interval
     from tmodel.fields import ExpertsConfig
+    from tmodel.quantization import count_weight_bytes
 
     tensors, fields = config.tensors(), config.fields
     layers = config.architecture.layers
+    linears = config.linears()
+    heads = [one for one in linears if not one.names[0].startswith(layers)]
+    experts = [one for one in linears if one.num_experts]
+    shared = [one for one in linears if not one.num_experts and one not in heads]
+    in_linears = {name for one in linears for name in one.tensors()}
+    routers = sum(  # or all matrices, where the architecture names no linear layers
+        math.prod(shape)
+        for tensor, shape in tensors.items()
+        if tensor.startswith(layers) and tensor not in in_linears and len(shape) > 1
+    )
+    chosen = fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0
+
+    def num_weights(linears: Sequence[LinearShape]) -> int:
+        return sum(one.num_weights for one in linears)
+
+    def stored_bytes(linears: Sequence[LinearShape]) -> int:
+        return sum(count_weight_bytes(one, config.quantization, ELEMENT_BYTES) for one in linears)
+
+    expert_biases = sum(math.prod(shape) for one in experts for shape in one.tensors().values()) - num_weights(experts)
+    expert_bytes = stored_bytes(experts) + ELEMENT_BYTES * expert_biases
     # A head that is tied is the embedding; one that is not has its size.
     vocabularies = [shape for tensor, shape in tensors.items() if not tensor.startswith(layers) and len(shape) == 2]
+    head_weights = max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size)
     return ModelShape(
         name=name,
         num_layers=config.num_layers,
         query_width=config.num_heads * config.head_dim,
-        layer_weights=sum(
-            math.prod(shape) for tensor, shape in tensors.items() if tensor.startswith(layers) and len(shape) > 1
-        ),
-        head_weights=max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size),
-        weight_bytes=ELEMENT_BYTES * sum(map(math.prod, tensors.values())),
+        active_weights=routers + num_weights(shared) + round(chosen * num_weights(experts)),
+        layer_bytes=ELEMENT_BYTES * routers + stored_bytes(shared) + expert_bytes,
+        head_weights=head_weights,
+        head_bytes=stored_bytes(heads) or ELEMENT_BYTES * head_weights,
+        weight_bytes=ELEMENT_BYTES * (sum(map(math.prod, tensors.values())) - num_weights(linears))
+        + stored_bytes(linears),
         kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
         state_bytes=bytes_per_state(config, 1, torch.bfloat16),
         state_interval=state_interval(config),
         window=cache_window(config),
         layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
-        expert_weights=sum(one.num_weights for one in config.linears() if one.num_experts),
-        chosen=fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0,
+        expert_bytes=expert_bytes,
+        chosen=chosen,
+        quantization=None if config.quantization is None else config.quantization.format.method,
     )
 
 

@@ -4,9 +4,10 @@
 
 FLOPs: 2 for each weight of the layers and token, of experts for those that a token is given, 2 for each weight of the
 last projection and sampled token, and 4 Hq D a layer for each pair of a token and a key that it sees. Bytes: the
-weights once, of experts as many as are distinct on average where tokens choose evenly and independently; each row's
-keys and values once, those of the step's tokens written; where all layers have a window, the keys that it shows.
-Prefills and decodes share one step and one maximum: the decodes' reads hide behind the prefills' products.
+weights once, as they are stored, of experts as many as are distinct on average where tokens choose evenly and
+independently; each row's keys and values once, those of the step's tokens written; where all layers have a window,
+the keys that it shows. Prefills and decodes share one step and one maximum: the decodes' reads hide behind the
+prefills' products.
 
 What is assumed: every kernel reaches the data sheet's peak, activations stay in the caches, the host's work is hidden
 behind the GPU's. So a time is a lower bound; the launches are the one allowance: ten a layer, replayed from a CUDA
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.simulation.hardware import Gpu
-from experiments.simulation.shapes import ELEMENT_BYTES, ModelShape
+from experiments.simulation.shapes import ModelShape
 from tsched.scheduling.scheduler import StepPlan
 
 _KERNELS_PER_LAYER = 10
@@ -65,12 +66,12 @@ class StepTime:
 
     def __init__(self, gpu: Gpu, model: ModelShape, page_size: int) -> None:
         heads = model.num_layers * model.query_width
-        self._token_seconds = 2 * model.read_weights(1) / gpu.flops_per_s
+        self._token_seconds = 2 * model.active_weights / gpu.flops_per_s
         self._sample_seconds = 2 * model.head_weights / gpu.flops_per_s
         self._pair_seconds = 4 * heads / gpu.flops_per_s
         self._model = model
-        self._weight_seconds = ELEMENT_BYTES / gpu.memory_bytes_per_s
-        self._head_seconds = ELEMENT_BYTES * model.head_weights / gpu.memory_bytes_per_s
+        self._byte_seconds = 1 / gpu.memory_bytes_per_s
+        self._head_seconds = model.head_bytes / gpu.memory_bytes_per_s
         self._kv_seconds = model.kv_bytes_per_token / gpu.memory_bytes_per_s
         self._launch_seconds = _KERNELS_PER_LAYER * _LAUNCH_SECONDS * model.num_layers
         self._swap_seconds = page_size * model.kv_bytes_per_token / gpu.host_bytes_per_s
@@ -93,7 +94,7 @@ class StepTime:
 
     def _weights(self, num_tokens: int) -> float:
         """Seconds to read the layers' weights that `num_tokens` tokens are multiplied with."""
-        return self._weight_seconds * self._model.read_weights(num_tokens)
+        return self._byte_seconds * self._model.read_bytes(num_tokens)
 
     def decodes(self, num_rows: int, first_context: int, count: int) -> NDArray[np.float64]:
         """[count] seconds of steps in which `num_rows` rows decode a token each, the first with `first_context` tokens

@@ -37,6 +37,28 @@ def test_torch_is_timed_and_triton_is_not(tmp_path: Path) -> None:
     assert rows["liger"]["reason"] in ("liger_kernel is not installed", "it is for NVIDIA GPUs")
 
 
+@pytest.mark.parametrize(
+    ("op", "held"), [("moe_mlp", "T=4,K=2,E=8,H=64,I=32"), ("grouped_matmul", "T=4,K=2,E=8,N=64,C=32")]
+)
+def test_experts_that_are_not_said_to_be_quantized_are_dense(op: str, held: str) -> None:
+    (row,) = rows_of("--op", op, "--variant", "torch", "--axes", held)
+    assert row["axes"]["bits"] == 0
+    assert row["axes"]["coding"] == "uniform"
+    assert not row["axes"].get("limit")
+    assert not any(value for axis, value in row["axes"].items() if axis.endswith("bias"))
+    (coded,) = rows_of("--op", op, "--variant", "torch", "--axes", f"{held},bits=4")
+    assert all(value for axis, value in coded["axes"].items() if axis.endswith("group_size"))
+
+
+def test_what_filled_open_axes_is_said_and_is_small_on_a_cpu() -> None:
+    done = RUNNER.invoke(app, ["bench", "--op", "swiglu", "--variant", "torch", "--axes", "T=4"])
+    said = " ".join(done.stdout.split())
+    assert "The other axes are I=1024, activation=bfloat16, limit=0, layout=" in said
+    everything = "T=4,I=64,activation=bfloat16,limit=0,layout=contiguous,values=ordinary"
+    done = RUNNER.invoke(app, ["bench", "--op", "swiglu", "--variant", "torch", "--axes", everything])
+    assert "other axes" not in done.stdout
+
+
 def test_people_read_that_an_interpreted_time_means_nothing() -> None:
     done = RUNNER.invoke(app, ["bench", "--op", "swiglu", "--axes", "T=4,I=64"])
     assert "means nothing" in " ".join(done.stdout.split())

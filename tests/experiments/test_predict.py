@@ -75,6 +75,16 @@ def test_a_call_that_takes_no_time_is_predicted(monkeypatch: pytest.MonkeyPatch)
     assert [row["predicted_us"] for row in json.loads(result.stdout)] == [0.0]
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_axes_that_are_left_open_are_as_tk_bench_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "compile_facts", lambda *args: ([], []))
+    named = ["--op", "swiglu", "--axes", "T=4,I=1024"]
+    rows = json.loads(asked("--predict", "H100", *named, "--json").stdout)
+    timed = json.loads(CliRunner().invoke(app, ["bench", *named, "--variant", "torch", "--json"]).stdout)
+    assert [row["axes"] for row in rows] == [timed[0]["axes"]] * 2
+    assert "The other axes are activation=bfloat16, limit=0, layout=" in asked("--predict", "H100", *named).output
+
+
 def test_every_published_figure_has_a_residual() -> None:
     found = residuals(OPS, kept_rows, "paged_decode")
     of_decode = [one for one in (*PUBLISHED, *(one for one, _ in FURTHER)) if one.op == "paged_decode"]

@@ -7,7 +7,7 @@ import torch
 
 from tests.tkernels.outside import write_variant
 from tkernels import OPS
-from tkernels.contract import Int
+from tkernels.contract import ContractError, Int
 from tkernels.measurement import (
     CPU_BYTES,
     CPU_SIZE,
@@ -16,6 +16,7 @@ from tkernels.measurement import (
     benchmark_points,
     cut_axes,
     measure,
+    realistic_point,
     region_points,
     storage_bytes,
 )
@@ -111,6 +112,34 @@ def test_a_region_that_no_point_lies_in_has_one_of_its_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("op", OPS)
 def test_the_points_of_an_op_lie_in_its_own_variants_regions(op: str) -> None:
     assert region_points(OPS[op].contract, OPS[op].variants.values()) == {}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_axes_that_are_left_open_are_those_of_the_typical_point(op: str) -> None:
+    contract = OPS[op].contract
+    *_, typical = contract.benchmarks.values()
+    whole = realistic_point(contract, {}, torch.device("cuda"))
+    assert typical.items() <= whole.items()
+    assert whole.get("kv", "bfloat16") == "bfloat16"
+    assert not any(whole[axis] for axis in ("permuted", "window", "k_scale") if axis in whole)
+    small = realistic_point(contract, {}, CPU)
+    assert storage_bytes(contract.case(small, 0, torch.device("meta")).inputs) <= CPU_BYTES
+    kinds = [axis.name for axis in contract.axes if not isinstance(axis, Int) and axis.name not in ("layout", "step")]
+    assert {name: small[name] for name in kinds} == {name: whole[name] for name in kinds}
+
+
+def test_a_point_that_does_not_go_with_what_is_held_gives_way_to_an_earlier_one() -> None:
+    contract = OPS["moe_mlp"].contract
+    published = realistic_point(contract, {"T": 4, "coding": "e2m1"}, torch.device("cuda"))
+    assert (published["H"], published["gate_up_group_size"], published["limit"]) == (2880, 32, 7)
+    narrow = realistic_point(OPS["paged_decode"].contract, {"kv": "float8_e4m3fn"}, torch.device("cuda"))
+    assert narrow["k_scale"]
+    coded = realistic_point(contract, {"T": 4, "bits": 4}, torch.device("cuda"))
+    assert (coded["T"], coded["bits"], coded["H"], coded["gate_up_group_size"]) == (4, 4, 2048, 128)
+    odd = realistic_point(contract, {"bits": 3, "H": 64, "I": 64}, torch.device("cuda"))
+    assert (odd["bits"], odd["H"], odd["I"]) == (3, 64, 64)
+    with pytest.raises(ContractError, match="K <= E"):
+        realistic_point(contract, {"K": 9, "E": 8}, CPU)
 
 
 def test_cutting_a_point_down_may_break_a_rule() -> None:

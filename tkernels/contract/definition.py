@@ -61,7 +61,7 @@ class Contract:
         consumes: Those whose contents are undefined afterwards, each variant's scratch to use or to leave: the
             definition writes them or not, and nobody looks.
         default: The variant chosen on CUDA when nothing was named.
-        benchmarks: Realistic points, by name.
+        benchmarks: Realistic points, by name, the typical one last.
         inspected: By name, what a benchmark point has to be at, or to leave open, to be compiled beside the last of
             all: where a kernel is other code there.
         loaded: The axes of a weight as checkpoints have it, which is what a variant's `prepare` gets.

@@ -62,6 +62,14 @@ class Scheme:
         """G, the groups of `inputs` that `check_inputs` accepts."""
         return 1 if self.group_size == -1 else inputs // self.group_size
 
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """The bytes of the weight [outputs, inputs] in memory, as far as the config tells: codes and a table, or 16-bit
+        scales and, of uniform codes, an int16 zero-point for each.
+        """
+        of_groups = self.num_groups(inputs) * (4 if self.coding == "uniform" else 2)
+        beside = 2 * 2**self.bits if self.coding == "lookup" else of_groups
+        return outputs * (self.bits * inputs // 8 + beside)
+
     def check_inputs(self, layer: str, inputs: int) -> None:
         """Checks that a layer of `inputs` inputs can be stored in this scheme.
 
@@ -113,6 +121,10 @@ class ScaledScheme:
     def num_scales(self, outputs: int, inputs: int) -> int:
         """The scales that the weight [outputs, inputs] has in memory."""
         return -(-outputs // BLOCK) * (inputs // BLOCK) if self.blocked else outputs
+
+    def weight_bytes(self, outputs: int, inputs: int) -> int:
+        """The bytes of the weight [outputs, inputs] in memory: codes and float32 scales."""
+        return outputs * inputs + 4 * self.num_scales(outputs, inputs)
 
     def check_inputs(self, layer: str, inputs: int) -> None:
         """Checks that a layer of `inputs` inputs can be stored in this scheme.

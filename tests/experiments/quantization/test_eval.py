@@ -62,6 +62,10 @@ def test_figures_are_those_of_transformers(checkpoint: Path, changed: Path, text
     assert found["num_tokens"] == len(targets)
     assert found["nats"] == pytest.approx(nats, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(nats), rel=1e-5)
+    dense_nats = -dense[torch.arange(len(targets)), targets].mean().item()
+    assert abs(dense_nats - nats) > 1e-3
+    assert found["reference_nats"] == pytest.approx(dense_nats, rel=1e-5)
+    assert found["reference_perplexity"] == pytest.approx(math.exp(dense_nats), rel=1e-5)
     kl = (dense.exp() * (dense - mine)).sum(1).mean().item()
     assert kl > 0.01
     assert found["kl"] == pytest.approx(kl, rel=1e-4)
@@ -92,6 +96,16 @@ def test_the_table_says_how_the_text_was_read(checkpoint: Path, text: Path) -> N
     assert "perplexity" in done.stdout
     assert "windows of 128" in " ".join(done.stdout.split())
     assert "KL" not in done.stdout
+
+
+def test_the_reference_has_a_line_of_its_own(checkpoint: Path, changed: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to(changed)
+    (tmp_path / "b").symlink_to(checkpoint)
+    done = tk_eval("--model", tmp_path / "a", "--reference", tmp_path / "b", "--text", text, "--window", 23)
+    alone = json.loads(tk_eval("--model", checkpoint, "--text", text, "--window", 23, "--json").stdout)
+    assert f"{alone['perplexity']:.4f}" in done.stdout
+    assert f"{alone['nats']:.5f}" in done.stdout
+    assert (alone["reference_nats"], alone["reference_perplexity"]) == (None, None)
 
 
 def test_a_text_shorter_than_a_window_is_one(checkpoint: Path, tmp_path: Path) -> None:

@@ -212,7 +212,9 @@ def test_a_mixture_says_what_verifying_tokens_costs() -> None:
     assert [round(times, 2) for times in row["weight_traffic"].values()][:3] == [1.56, 2.08, 3.03]
     said = " ".join(tk(*words, "--model", "Qwen3-30B-A3B").stdout.split())
     assert "verifies 2/3/5/9 tokens of one sequence reads 1.56/2.08/3.03/" in said
+    assert "Weights: 61.1 GB, bfloat16." in said
     (dense,) = rows_of(*words, "--model", "Qwen3-4B")
+    assert (dense["weight_bytes"], dense["quantization"]) == (8_044_936_192, None)
     assert set(dense["weight_traffic"].values()) == {1.0}
     assert "verifies" not in tk(*words, "--model", "Qwen3-4B").stdout
 

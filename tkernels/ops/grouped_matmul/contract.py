@@ -285,7 +285,7 @@ def _benchmark(
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
-    """What is compiled ahead of time is the last one."""
+    """The dense ones last, as the last is the typical one."""
     qwen3, ways = SERVED_MIXTURES["Qwen3-30B-A3B"], {"down": True, "up": False}
     rare: dict[str, dict[str, Value]] = {"W3,permuted": {"bits": 3, "permuted": True}, "W8": {"bits": 8}}
     points = {f"T=64,Qwen3-30B-A3B,up,{name}": _benchmark(64, qwen3, False, 4) | more for name, more in rare.items()}

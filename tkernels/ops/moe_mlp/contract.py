@@ -165,7 +165,7 @@ def _benchmark(tokens: int, sizes: tuple[int, int, int, int], bits: int, group_s
 
 
 def _benchmarks() -> dict[str, dict[str, Value]]:
-    """What is compiled ahead of time is the last one."""
+    """The dense ones last, as the last is the typical one."""
     dense = {
         "Mixtral-8x7B": (1, 16, 256, 4096),
         "Qwen3-30B-A3B": (1, 8, 64, 512, 4096, 32768),

@@ -269,8 +269,8 @@ CONTRACT = Contract(
         f"B={sequences},context={context},S=64": _benchmark(sequences, context, page=64)
         for sequences, context in ((1, 1024), (1, 65536), (64, 8192))
     }
-    | {"B=64,context=8192": _benchmark(64, 8192)}
-    | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")},
+    | {"B=64,context=8192,kv=fp8": _benchmark(64, 8192, "float8_e4m3fn")}
+    | {"B=64,context=8192": _benchmark(64, 8192)},
     inspected=INSPECTED,
     batching=Batching(count_sequences, take_sequences, part_of_sequence, loosen_bounds),
     work="decode",

@@ -107,7 +107,7 @@ def _candidates(contract: Contract, held: Axes, wanted: Axes) -> list[dict[str, 
     their first draw.
     """
     usual: dict[str, Value] = {"activation": "bfloat16"} if "activation" in contract.axis_by_name else {}
-    points = [one for one in contract.benchmarks.values() if one.get("kv") != _FP8][::-1] or [usual]
+    points = [*contract.benchmarks.values()][::-1] or [usual]
     if held:
         points = points[:1]
     completed = []
