@@ -383,8 +383,13 @@ def route(
     logits: Tensor, top_k: int, *, normalize: bool = False, sigmoid: bool = False, bias: Tensor | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """By numpy's sort; a sum in chunks, and sigmoids of numbers below 0 as those above it."""
+    """By numpy's sort; a sum in chunks, and sigmoids of numbers below 0 as those above it. A row with a NaN apart."""
     wide = logits.float()
+    if (at_fault := (wide if bias is None else bias + wide).isnan().any(1)).any():
+        zeros = logits.masked_fill(at_fault.unsqueeze(1), 0.0)
+        experts, weights = route(zeros, top_k, normalize=normalize, sigmoid=sigmoid, bias=bias, scale=scale)
+        experts[at_fault], weights[at_fault] = torch.arange(top_k, dtype=torch.int32), torch.nan
+        return experts, weights
     ranked = (wide if bias is None else bias + wide).numpy()
     order = np.lexsort((np.broadcast_to(np.arange(ranked.shape[1]), ranked.shape), -ranked), axis=1)
     experts = torch.from_numpy(order[:, :top_k])
