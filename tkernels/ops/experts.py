@@ -40,6 +40,11 @@ def _exponential(draws: Draws, rows: int, columns: int) -> torch.Tensor:
     return -torch.rand((rows, columns), generator=draws.generator, dtype=torch.float64).log()
 
 
+def layout_of_weights(layout: str, seed: int) -> str:
+    """Of what experts in `layout` count: that one or contiguous, so that neither's stride serves for the other."""
+    return layout if seed % 2 else "contiguous"
+
+
 def distinct_experts(experts: torch.Tensor) -> int:
     """How many experts a routing needs."""
     return int(experts[experts >= 0].unique().numel())

@@ -11,7 +11,7 @@ from tkernels.batching import Batching, Inputs, lay_out_like
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Scalar, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
 from tkernels.ops.dequant_gemm.contract import draw_weight
-from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, tile_of_pairs
+from tkernels.ops.experts import ROUTINGS, TILES_DIM, distinct_experts, draw_experts, layout_of_weights, tile_of_pairs
 from tkernels.ops.grouped_matmul._argument import (
     BITS,
     CODING,
@@ -200,7 +200,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
         "experts": draws.laid_out(chosen, axes["layout"]),
         **_sorted(chosen, experts, tile, draws),
         "bias": None if bias is None else draws.laid_out(bias, axes["layout"]),
-        "combine": None if combine is None else draws.laid_out(combine, axes["layout"]),
+        "combine": None if combine is None else draws.laid_out(combine, layout_of_weights(str(axes["layout"]), seed)),
     }
 
 

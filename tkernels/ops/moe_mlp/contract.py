@@ -8,7 +8,7 @@ import torch
 from tkernels.batching import row_batching
 from tkernels.contract import Axes, Case, Choice, Constraint, Contract, Int, Output, Tensor, Value, dtype_axis
 from tkernels.inputs import KINDS, LAYOUTS, Draws, dtype_of
-from tkernels.ops.experts import ROUTINGS, distinct_experts, draw_experts, tile_of_pairs
+from tkernels.ops.experts import ROUTINGS, distinct_experts, draw_experts, layout_of_weights, tile_of_pairs
 from tkernels.ops.grouped_matmul import contract as grouped_matmul
 from tkernels.ops.grouped_matmul._argument import (
     BITS,
@@ -121,7 +121,7 @@ def make_inputs(axes: Axes, seed: int, device: torch.device) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "x": draws.laid_out(x.to(dtype), axes["layout"]),
         "experts": draws.laid_out(chosen, axes["layout"]),
-        "weights": draws.laid_out(weights, axes["layout"]),
+        "weights": draws.laid_out(weights, layout_of_weights(str(axes["layout"]), seed)),
         **made,
         "limit": float(axes["limit"]) or None,
     }

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tkernels.registry import builtin_ops
 from tkernels.variant import Variant
 from tkernels.verification.mutation.equivalent import EQUIVALENT, Equivalent
 from tkernels.verification.mutation.faults import KERNEL_KINDS, Mutant, Part, mutants
@@ -72,7 +73,8 @@ class Score:
 def trials(
     variants: Iterable[Variant], kinds: Sequence[str] | None = None, declared: Sequence[Equivalent] = EQUIVALENT
 ) -> Iterator[Trial]:
-    """Every mutant of every device function, and then of all host code, that the Triton variants among these run.
+    """Every mutant of every device function, and then of all host code, that the Triton variants among these run: but
+    none of what stands in the folder of an op that is not among them, which is judged with it.
 
     Args:
         kinds: Those wanted; None is all.
@@ -80,7 +82,10 @@ def trials(
     chosen = list(variants)
     found: list[tuple[Target, Part]] = [(target, "kernel") for target in targets(chosen)]
     found += [(target, "launcher") for target in launcher_targets(chosen)]
+    others = builtin_ops().keys() - {variant.contract.name for variant in chosen}
     for target, part in found:
+        if target.file.parent.name in others:
+            continue
         ops = {variant.contract.name for variant in target.variants}
         op = ops.pop() if len(ops) == 1 else SHARED
         # Of what ops share, also what the op in whose folder it is declares.

@@ -1,6 +1,7 @@
 """The faults that change nothing, each with the reason. `tk check --mutate --verify-equivalent` compares the bits."""
 
 from dataclasses import dataclass
+from itertools import permutations
 
 from tkernels.verification.mutation.faults import Mutant
 
@@ -26,6 +27,9 @@ class Equivalent:
 _NO_ROWS = "a tile that begins where its sequence ends has no rows: every store is masked"
 _SKIPPED = "what heads past the last are divided by is not stored"
 _EMPTY = "what -inf is compared with decides nothing: exp2 of -inf less any finite origin is 0"
+_NOT_STORED = "what is computed in rows behind an expert's last, and in columns behind the last, is not stored"
+_COMBINED = "pointers('out[t] products[p] experts[t] combine[t]', out, run.workspace['products'], experts, combine)"
+_WHOLE_ROWS = "products and results are both made here, without room between rows, and have as many columns"
 _WHOLE_SHIFT = "a shift by all bits leaves the sign in each, as one by all but one does, where it is interpreted"
 _REPEATED = "in steps of one, every program computes all tiles from its own on: too often, and each time the same"
 
@@ -184,6 +188,61 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     Equivalent(
         "sort_by_expert", "experts_tile", "number_changed", "1", "2",
         "at most the tile is twice as wide, with zeros in the other half",
+    ),
+    *(
+        Equivalent("grouped_matmul", function, kind, before, after, _NOT_STORED, nth)
+        for function, kind, before, after, nth in (
+            ("expert_code_sums", "mask_dropped", "mask_m[:, None] & mask_k[None, :]", "mask_k[None, :]", 0),
+            ("expert_sums", "mask_dropped", "mask_m[:, None] & mask_k", "mask_k", 0),
+            (
+                "grouped_matmul_tensor_descriptor", "mask_dropped", "mask_m[:, None] & (offs_k < inputs)[None, :]",
+                "(offs_k < inputs)[None, :]", 0,
+            ),
+            (
+                "expert_block_sums", "mask_dropped",
+                "tl.load(x_ptrs + offs_k[None, :], mask=mask_m[:, None], other=0.0)",
+                "tl.load(x_ptrs + offs_k[None, :])", 0,
+            ),
+            ("expert_block_sums", "constant_changed", "0.0", "float('nan')", 0),
+            ("expert_block_sums", "constant_changed", "0", "2147483647", 0),
+            ("row_times_blocks", "constant_changed", "0", "2147483647", 0),
+            ("with_bias", "constant_changed", "0.0", "float('nan')", 0),
+            ("row_and_bias", "constant_changed", "0.0", "float('nan')", 0),
+            ("row_times_expert", "constant_changed", "0.0", "float('nan')", 2),
+            ("grouped_matmul_dequant_gemv", "constant_changed", "0.0", "float('nan')", 0),
+        )
+    ),
+    _steps_of_one("grouped_matmul", "grouped_matmul_persistent"),
+    _steps_of_one("grouped_matmul", "grouped_matmul_tensor_descriptor"),
+    Equivalent(
+        "grouped_matmul", "grouped_matmul_combine", "constant_changed", "1", "2", "below 0 every number is nobody's"
+    ),
+    *(
+        Equivalent("grouped_matmul", "grouped_matmul_combine", "stride_swapped", before, after, _WHOLE_ROWS)
+        for before, after in permutations(("stride_products_p", "stride_out_t"))
+    ),
+    Equivalent(
+        "grouped_matmul", "combine_products", "stride_changed", _COMBINED,
+        "(lambda given: {**given, 'stride_out_t': given['stride_products_p'], "
+        f"'stride_products_p': given['stride_out_t']}})({_COMBINED})",
+        _WHOLE_ROWS,
+    ),
+    Equivalent(
+        "grouped_matmul", "combine_products", "ceiling_lost", "triton.next_power_of_2(outputs)",
+        "max(1, triton.next_power_of_2(outputs) // 2)", "a row is cut into as many blocks as it takes",
+    ),
+    Equivalent(
+        "grouped_matmul", "DENSE_BITS", "number_changed", "0", "1", "any number that is no code's width tells them apart"
+    ),
+    Equivalent(
+        "grouped_matmul", "row_arguments", "number_changed", "8", "9", "a word has 4, 8 or 16 codes", 
+    ),
+    Equivalent(
+        "grouped_matmul", "row_times_codes", "cast_removed", "x.to(tl.float32)", "x", "the product with fp32 widens it"
+    ),
+    Equivalent(
+        "grouped_matmul", "blocks", "number_changed", "4096", "4097",
+        "divided by a power of two from 16 on it is as much",
     ),
     Equivalent(
         "step_inputs", "launch", "number_changed", "1", "2",
