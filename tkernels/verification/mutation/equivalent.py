@@ -232,10 +232,10 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "max(1, triton.next_power_of_2(outputs) // 2)", "a row is cut into as many blocks as it takes",
     ),
     Equivalent(
-        "grouped_matmul", "DENSE_BITS", "number_changed", "0", "1", "any number that is no code's width tells them apart"
+        "grouped_matmul", "DENSE_BITS", "number_changed", "0", "1", "any number that is no width tells them apart"
     ),
     Equivalent(
-        "grouped_matmul", "row_arguments", "number_changed", "8", "9", "a word has 4, 8 or 16 codes", 
+        "grouped_matmul", "row_arguments", "number_changed", "8", "9", "a word has 4, 8 or 16 codes",
     ),
     Equivalent(
         "grouped_matmul", "row_times_codes", "cast_removed", "x.to(tl.float32)", "x", "the product with fp32 widens it"
