@@ -122,9 +122,8 @@ def load_model(
     with opened as checkpoint, torch.inference_mode():
         # Checkpoints of 2023 and before carry this table; every model computes it from config.json.
         checkpoint.ignore(name for name in checkpoint.names if name.endswith(".rotary_emb.inv_freq"))
-        checkpoint.check_headers(
-            _layer_tensors(config, checkpoint.coded_layers)
-        )  # a layer that is not there is found before any is read
+        # A layer that is not there is found before any is read.
+        checkpoint.check_headers(_layer_tensors(config, checkpoint.coded_layers))
         model = config.architecture.build(config, checkpoint, kernels)
         checkpoint.refuse_unused()
     return model

@@ -106,21 +106,39 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
 
     from tmodel import bytes_per_state, cache_window, kv_bytes_per_block, state_interval
     from tmodel.fields import ExpertsConfig
+
+    fields = config.fields
+    chosen = fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0
+    return ModelShape(
+        name=name,
+        num_layers=config.num_layers,
+        query_width=config.num_heads * config.head_dim,
+        **_count_weights(config, chosen),
+        kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
+        state_bytes=bytes_per_state(config, 1, torch.bfloat16),
+        state_interval=state_interval(config),
+        window=cache_window(config),
+        layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
+        chosen=chosen,
+        quantization=None if config.quantization is None else config.quantization.format.method,
+    )
+
+
+def _count_weights(config: ModelConfig, chosen: float) -> dict[str, int]:
+    """The numbers and bytes of weights that a ModelShape has, by their names there."""
     from tmodel.quantization import count_weight_bytes
 
-    tensors, fields = config.tensors(), config.fields
-    layers = config.architecture.layers
-    linears = config.linears()
+    tensors, layers, linears = config.tensors(), config.architecture.layers, config.linears()
     heads = [one for one in linears if not one.names[0].startswith(layers)]
     experts = [one for one in linears if one.num_experts]
     shared = [one for one in linears if not one.num_experts and one not in heads]
-    in_linears = {name for one in linears for name in one.tensors()}
-    routers = sum(  # or all matrices, where the architecture names no linear layers
+    listed = {name for one in linears for name in one.tensors()}
+    # Routers; or all matrices, where the architecture lists no linear layers.
+    unlisted = sum(
         math.prod(shape)
         for tensor, shape in tensors.items()
-        if tensor.startswith(layers) and tensor not in in_linears and len(shape) > 1
+        if tensor.startswith(layers) and tensor not in listed and len(shape) > 1
     )
-    chosen = fields.num_experts_per_tok / fields.num_experts if isinstance(fields, ExpertsConfig) else 1.0
 
     def num_weights(linears: Sequence[LinearShape]) -> int:
         return sum(one.num_weights for one in linears)
@@ -133,25 +151,15 @@ def shape_of(config: ModelConfig, name: str) -> ModelShape:
     # A head that is tied is the embedding; one that is not has its size.
     vocabularies = [shape for tensor, shape in tensors.items() if not tensor.startswith(layers) and len(shape) == 2]
     head_weights = max(math.prod(shape) for shape in vocabularies if shape[0] == config.vocab_size)
-    return ModelShape(
-        name=name,
-        num_layers=config.num_layers,
-        query_width=config.num_heads * config.head_dim,
-        active_weights=routers + num_weights(shared) + round(chosen * num_weights(experts)),
-        layer_bytes=ELEMENT_BYTES * routers + stored_bytes(shared) + expert_bytes,
-        head_weights=head_weights,
-        head_bytes=stored_bytes(heads) or ELEMENT_BYTES * head_weights,
-        weight_bytes=ELEMENT_BYTES * (sum(map(math.prod, tensors.values())) - num_weights(linears))
-        + stored_bytes(linears),
-        kv_bytes_per_token=kv_bytes_per_block(config, 1, torch.bfloat16),
-        state_bytes=bytes_per_state(config, 1, torch.bfloat16),
-        state_interval=state_interval(config),
-        window=cache_window(config),
-        layer_windows=tuple(size for size in config.windows if size is not None and cache_window(config) is None),
-        expert_bytes=expert_bytes,
-        chosen=chosen,
-        quantization=None if config.quantization is None else config.quantization.format.method,
-    )
+    others = sum(map(math.prod, tensors.values())) - num_weights(linears)
+    return {
+        "active_weights": unlisted + num_weights(shared) + round(chosen * num_weights(experts)),
+        "layer_bytes": ELEMENT_BYTES * unlisted + stored_bytes(shared) + expert_bytes,
+        "head_weights": head_weights,
+        "head_bytes": stored_bytes(heads) or ELEMENT_BYTES * head_weights,
+        "weight_bytes": ELEMENT_BYTES * others + stored_bytes(linears),
+        "expert_bytes": expert_bytes,
+    }
 
 
 def find_shape(name: str, architectures_from: Sequence[Path] = ()) -> ModelShape:

@@ -183,7 +183,7 @@ EQUIVALENT: tuple[Equivalent, ...] = (
     ),
     Equivalent(
         "sort_by_expert", "MOST_PAIRS", "number_changed", "4096", "4097",
-        "one pair more is as right, and takes as long",
+        "one pair more is as right: the limit is of time alone",
     ),
     Equivalent(
         "sort_by_expert", "experts_tile", "number_changed", "1", "2",
